@@ -3,7 +3,7 @@ ratios, tables and a plot.
 
     python benchmarks/compare.py
     python benchmarks/compare.py --quick
-    python benchmarks/compare.py --reps 3 --peer vllm=/path/to/its/venv
+    python benchmarks/compare.py --reps 3 --peer vllm=/path/to/its/venv --peer llama.cpp=/path/to/llama.cpp/build
 
 The report goes to stdout and to a folder, together with the measured lines and the plot. Progress goes to stderr.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import report
 from machine import describe
+from peers.llama_cpp import LlamaCpp
 from peers.loramux_server import Loramux
 from peers.peft_static import PeftStatic
 from peers.vllm_server import Vllm
@@ -33,18 +34,24 @@ from workloads import comparison
 
 FULL = {"models": "20m,0.5b", "dtypes": "bfloat16,float32", "workloads": "w64-base,w64-one,w64-mix"}
 QUICK = {"models": "20m", "dtypes": "bfloat16", "workloads": "w24-base,w24-one,w24-mix"}
+PEERS: dict[str, tuple[str, Callable[[Path], tuple[System, ...]]]] = {
+    "vllm": ("bin/python", lambda venv: (Served(Vllm(venv, lora=False)), Served(Vllm(venv, lora=True)))),
+    "llama.cpp": ("bin/llama-server", lambda build: (Served(LlamaCpp(build)),)),
+}
+"""For each peer: the program that its folder must hold, and its systems."""
 
 
 def _peer(text: str) -> tuple[System, ...]:
     name, _, path = text.partition("=")
-    if name != "vllm" or not path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not vllm=/path/to/a/virtual/environment")
-    venv = Path(path).expanduser()
-    if not (venv / "bin" / "python").exists():
+    if name not in PEERS or not path:
         raise argparse.ArgumentTypeError(
-            f"{venv} has no bin/python: make the environment first, see docs/benchmarks.md"
+            f"{text!r} is not vllm=/path/to/a/virtual/environment or llama.cpp=/path/to/its/build"
         )
-    return Served(Vllm(venv, lora=False)), Served(Vllm(venv, lora=True))
+    program, systems = PEERS[name]
+    folder = Path(path).expanduser()
+    if not (folder / program).exists():
+        raise argparse.ArgumentTypeError(f"{folder} has no {program}: make it first, see docs/benchmarks.md")
+    return systems(folder)
 
 
 def _of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -74,10 +81,16 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", type=_of(list(ITEM_SIZES)), help="default bfloat16,float32")
     parser.add_argument("--workloads", type=_workloads, help="default w64-base,w64-one,w64-mix; w64-zipf and w24-*")
     parser.add_argument("--reps", type=int, default=1, help="repetitions of everything (default 1)")
-    parser.add_argument("--peer", type=_peer, action="append", default=[], help="vllm=VENV; measured in the same run")
+    parser.add_argument(
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        help="vllm=VENV or llama.cpp=BUILD, measured in the same run; repeatable",
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every system")
     parser.add_argument(
-        "--systems", type=lambda text: text.split(","), help="only these, of loramux, peft, vllm, vllm-without-lora"
+        "--systems", type=lambda text: text.split(","), help="only these, of loramux, peft and the peers' systems"
     )
     parser.add_argument(
         "--out",

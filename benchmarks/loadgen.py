@@ -41,6 +41,8 @@ class Target:
     adapter_name: str = "{adapter}"
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Fields that only this server knows."""
+    adapter_bodies: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+    """Fields of each adapter's requests (None: the base's), if the server does not choose an adapter by `model`."""
 
     def model(self, adapter: str | None) -> str:
         """The `model` of a request."""
@@ -58,6 +60,7 @@ class Target:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.extra_body,
+            **self.adapter_bodies.get(item.adapter, {}),
         }
 
 

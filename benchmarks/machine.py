@@ -18,6 +18,8 @@ from measurements import Resources
 from specs import BENCHMARKS, ITEM_SIZES
 
 TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+TELLING_VARIABLES = ("OMP_", "KMP_", "MKL_", "ONEDNN_", "ATEN_", "CXX")
+"""Beginnings of the names of variables that change threads, instructions or the compiled operators."""
 PACKAGES = ("torch", "transformers", "peft")
 SAMPLE_SECONDS = 2.0
 """Between two looks at memory; reading a large tree's page tables costs tens of milliseconds."""
@@ -55,7 +57,7 @@ def describe(threads: int) -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
-        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "KMP_", "MKL_"))},
+        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(TELLING_VARIABLES)},
         bandwidth_bytes_per_s=reading_rate(threads),
         operations_per_s={dtype: multiplying_rate(threads, dtype) for dtype in ITEM_SIZES},
     )

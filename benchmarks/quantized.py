@@ -31,13 +31,14 @@ from loramux.engine.engine import build_engine
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import Request, SamplingParams
 from loramux_kernels.packed_linear import PackedLinear
-from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
+from loramux_kernels.quantized_weight import EXPONENT_SCALES, Coding, QuantizedWeight, is_nibbles
 
 CODINGS: tuple[tuple[str, Coding, int | None, bool], ...] = (  # name, coding, group, has offsets
     ("int8", "int8", None, False),
     ("int4 by 128", "int4", 128, False),
     ("int4 by 128, zeros", "int4", 128, True),
     ("nf4 by 64", "nf4", 64, False),
+    ("mxfp4", "mxfp4", 32, False),
     ("fp8", "fp8", None, False),
 )
 ENGINES = ("none", "int8", "nf4")
@@ -47,7 +48,9 @@ SEQUENCES = (1, 8)
 def random_weight(coding: Coding, out: int, width: int, group: int | None, has_offsets: bool) -> QuantizedWeight:
     columns = width // 2 if is_nibbles(coding) else width
     codes = torch.randint(0, 127, (out, columns), dtype=torch.uint8)
-    scales = torch.rand(out, 1 if group is None else -(-width // group)) * 0.01
+    groups = 1 if group is None else -(-width // group)
+    exponents = torch.randint(118, 122, (out, groups), dtype=torch.uint8)
+    scales = exponents if coding in EXPONENT_SCALES else torch.rand(out, groups) * 0.01
     offsets = torch.ones_like(scales) if has_offsets else None
     return QuantizedWeight(coding, codes, scales, group or width, width, offsets)
 

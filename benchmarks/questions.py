@@ -8,7 +8,7 @@ from itertools import groupby
 
 from measurements import Measurement, Spread, paired, spread
 
-OURS, PEFT, VLLM, VLLM_WITHOUT_LORA = "loramux", "peft", "vllm", "vllm-without-lora"
+OURS, PEFT, VLLM, VLLM_WITHOUT_LORA, LLAMA_CPP = "loramux", "peft", "vllm", "vllm-without-lora", "llama.cpp"
 OVERHEAD_ALLOWANCE = 0.05
 """Limit of measured LoRA overhead above omega."""
 
@@ -80,7 +80,7 @@ def answers(measurements: Sequence[Measurement]) -> list[Answer]:
 def _answers(cell: Cell) -> Iterator[Answer]:
     for share in cell.shares:
         yield from _throughput(cell, share)
-    for system in (OURS, PEFT, VLLM):
+    for system in (OURS, PEFT, VLLM, LLAMA_CPP):
         yield from _lora_overhead(cell, system)
     yield from _peak_memory(cell)
 
@@ -91,6 +91,7 @@ def _throughput(cell: Cell, share: str) -> Iterator[Answer]:
         PEFT: cell.of(PEFT, share, "static"),
         VLLM: cell.of(VLLM, share),
         VLLM_WITHOUT_LORA: cell.of(VLLM_WITHOUT_LORA, share),
+        LLAMA_CPP: cell.of(LLAMA_CPP, share),
         "our own static batching": cell.of(OURS, share, "static"),
     }
     least = {("mix", PEFT): 8.0, ("mix", VLLM): 6.0, ("base", VLLM_WITHOUT_LORA): 1.3}

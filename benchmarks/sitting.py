@@ -113,9 +113,10 @@ def _in_turn(order: Sequence[_T], rep: int) -> Sequence[_T]:
 
 
 def agreements(drives: Sequence[tuple[Case, Drive]]) -> Iterator[Agreement]:
-    """Compare every drive's answers with PEFT's to the same workload."""
+    """Compare every drive's answers with PEFT's to the same workload, if they have token ids."""
     references = {case.workload: drive for case, drive in drives if case.system == PeftStatic().label}
     for case, drive in drives:
-        if case.system != PeftStatic().label and case.workload in references:
+        has_ids = any(outcome.token_ids for outcome in drive.outcomes)
+        if has_ids and case.system != PeftStatic().label and case.workload in references:
             same = same_answers(references[case.workload].outcomes, drive.outcomes)
             yield Agreement(case=case, reference=PeftStatic().label, same=same, requests=len(drive.outcomes))

@@ -101,13 +101,13 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
         # Iteration i copies for iteration i + stages - 1 at most, while products i - under_way + 1 to i still read.
         overwrites=under_way > 0 and under_way + launch.num_stages - 1 > buffers,
         unset_registers=tuple(unset_registers(_dump(compiled.asm["cubin"], "--dump-sass"))),
-        tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", ptx)),
+        tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async|\btcgen05\.mma", ptx)),
         wide_loads=sum(bool(re.search(r"v4\.b32|v2\.b64|0x10|, 16[,;]", load)) for load in loads),
         loads=len(loads),
     )
 
 
-SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Bytes of shared memory of one multiprocessor. For other architectures, that of a newer one is assumed."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
@@ -30,7 +31,7 @@ from loramux_kernels.cuda.work_lists import (
     WorkList,
     attach_tile_map,
 )
-from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
+from loramux_kernels.quantized_weight import EXPONENT_SCALES, Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
     HeadColumns,
@@ -126,8 +127,13 @@ def _attention() -> Iterator[Variant]:
         yield from _attention_step(dim, dim, torch.bfloat16, **features)
         yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
+    windows: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 1024})
+    # layers in which images see ahead
+    for dim, is_fp8, window in itertools.product((128, 256), (False, True), windows):
+        yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=is_fp8, sees_ahead=True, **window)
     for is_fp8 in (False, True):
         yield from _attention_step(576, 512, torch.bfloat16, is_fp8=is_fp8, has_values_in_keys=True)
+    yield from _attention_step(576, 512, torch.bfloat16, has_values_in_keys=True, lse=torch.empty(257, 16))
     for dtype in (torch.float16, torch.float32):
         yield from _attention_step(128, 128, dtype, is_fp8=True)
     yield from _attention_step(128, 128, torch.float16)
@@ -140,6 +146,7 @@ def _attention_step(
     *,
     is_fp8: bool = False,
     has_values_in_keys: bool = False,
+    sees_ahead: bool = False,
     **features: Any,
 ) -> Iterator[Variant]:
     """Yield a step with a decoding sequence, whose context is split and merged, and a step in prefill."""
@@ -149,6 +156,7 @@ def _attention_step(
         context_lens=torch.tensor([context, rows - 1], dtype=torch.int32),
         block_table=torch.zeros(2, context // 16, dtype=torch.int32),
         slot_mapping=torch.zeros(rows, dtype=torch.int64),
+        row_ends=torch.zeros(rows, dtype=torch.int32) if sees_ahead else None,
     )
     query = torch.empty(rows, 16, key_dim, dtype=dtype)
     output = torch.empty(rows, 16, value_dim, dtype=dtype)
@@ -158,7 +166,7 @@ def _attention_step(
         layer = KvLayer(key, key[..., :value_dim], scale, scale, has_values_in_keys=True)
     launches = prepare_attention(query, layer, batch, 0.1, output, **features)
     name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
-    name += "-window-softcap-sinks" if features else ""
+    name += "".join(f"-{feature.removeprefix('sliding_')}" for feature in features) + "-ahead" * sees_ahead
     for launch in launches:
         yield Variant(f"attend-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
 
@@ -257,11 +265,11 @@ def _pending(widths: tuple[int, ...], dtype: torch.dtype) -> PendingExpand:
 def _coded() -> Iterator[Variant]:
     bias, values = torch.empty(4096), torch.empty(16)
     forms: tuple[tuple[Coding, int, bool], ...] = (
-        *(("int8", 4096, False), ("int4", 128, True), ("nf4", 64, False), ("fp8", 4096, False)),
+        *(("int8", 4096, False), ("int4", 128, True), ("nf4", 64, False), ("mxfp4", 32, False), ("fp8", 4096, False)),
     )
     for coding, group, has_offsets in forms:
         codes = torch.empty(4096, 2048 if is_nibbles(coding) else 4096, dtype=torch.uint8)
-        scales = torch.empty(4096, 4096 // group)
+        scales = torch.empty(4096, 4096 // group, dtype=torch.uint8 if coding in EXPONENT_SCALES else torch.float32)
         weight = QuantizedWeight(coding, codes, scales, group, 4096, scales if has_offsets else None)
         for rows in (4, 256):
             for dtype in (torch.bfloat16, torch.float32):
@@ -272,7 +280,7 @@ def _coded() -> Iterator[Variant]:
         starts, one = torch.zeros(experts + 1, dtype=torch.int64), bias[:4096].view(experts, 32)
         for rows in (512, 32_768):
             x, y = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(rows, 32, dtype=torch.bfloat16)
-            for own in (None, one.bfloat16()) if coding == "nf4" else (None,):
+            for own in (None, one.bfloat16()) if coding in ("nf4", "mxfp4") else (None,):
                 launch = prepare_grouped_coded_linear(x, weight, values, own, starts, y)
                 yield Variant(f"grouped-coded-{coding}-{rows}{'' if own is None else '-bias'}", launch)
 

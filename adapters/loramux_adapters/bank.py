@@ -11,7 +11,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn import functional
 from loramux_adapters.base import VocabularyShape
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.families import LATENT_EXPANSION
 from loramux_adapters.prepared import PreparedAdapter, prepare, prepare_pages
 from loramux_adapters.weights import (
     AdapterLayout,
@@ -167,6 +168,8 @@ class ResidentAdapter:
     """Number of tokens of the adapter, if it differs from the base's number."""
     norms: bool = False
     """True if the adapter replaces weights of norms."""
+    latents: bool = False
+    """True if the adapter changes a linear that expands a compressed KV."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
     classifier: ResidentClassifier | None = None
@@ -385,6 +388,23 @@ class AdapterBank:
         finally:
             self._segments, self._extras, self._kv_slots = outer
 
+    def serving_rows(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        """Make the adapters of some rows of the running forward visible as those of a forward of these rows alone.
+
+        `rows` is int64`[n]`, ascending.
+        """
+        segments = None if self._segments is None else self._segments.among(rows)
+        extras = self._extras
+        if extras is not None:
+            columns, inputs = (None if part is None else segments for part in (extras.columns, extras.inputs))
+            extras = replace(extras, columns=columns, inputs=inputs)
+        return self.serving(segments, extras)
+
+    def serving_slot(self, slot: int | None, rows: int) -> AbstractContextManager[None]:
+        """Make the adapter of one slot visible as that of all `rows` rows; None: no adapter."""
+        segments = None if slot is None else Segments((0, rows), (slot,))
+        return self.serving(segments, self.extras_of(segments, np.empty(0, np.int64)))
+
     def extras_of(self, segments: Segments | None, sampled_rows: Ints) -> StepExtras | None:
         """Return the extras of a step's adapters; `sampled_rows` are the rows that reach the head."""
         return None if segments is None else StepExtras.of_step(self._held, segments, sampled_rows)
@@ -397,6 +417,10 @@ class AdapterBank:
         """Return the classification head of this slot's adapter, if it has one."""
         held = self._held.get(slot)
         return None if held is None else held.classifier
+
+    def changes_latents(self, slot: int) -> bool:
+        """Return whether this slot's adapter changes a linear that expands a compressed KV."""
+        return self._held[slot].latents
 
     def rank_of(self, slot: int) -> int:
         """Return the largest rank of this slot on any site."""
@@ -503,6 +527,7 @@ class AdapterBank:
             inputs=(MatrixKind.INPUTS, True) in kinds,
             num_tokens=adapter.plan.num_tokens,
             norms=any(kind is MatrixKind.NORM for kind, _ in kinds),
+            latents=any(module.endswith(LATENT_EXPANSION) for module in adapter.pairs),
             embedding=self._part(embedding, adapter, pages),
             head=self._part(head, adapter, pages),
             classifier=self._classifier(adapter, pages),

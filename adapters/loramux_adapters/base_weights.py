@@ -1,6 +1,7 @@
 """The properties of the base's linears and matrices that the load of an adapter needs.
 
-`QuantizedLinear` holds a linear's weight as codes after it was read from the checkpoint and until it is packed.
+`QuantizedLinear` holds a linear's weight as codes after it was read from the checkpoint and until it is packed, and
+`QuantizedExperts` that of one linear of every expert.
 `BaseWeights` describes the packed base: row lengths for DoRA, biases, and matrices to compare an adapter's copies with.
 `fit_to_base` fits an adapter to them.
 """
@@ -58,6 +59,26 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`; used to probe a model before it is packed."""
         return functional.linear(x, self.quantized.dequantize().to(x.dtype), self.bias)
+
+
+class QuantizedExperts(QuantizedLinear):
+    """One linear of every expert of a mixture, before packing, in the place of transformers' stacked weights.
+
+    Its weight has the outputs of all experts one after the other: `[num_experts * out_features of one, in_features]`.
+    """
+
+    ndim = 3
+    """Dimensions of the stacked weights, by which a mixture is known (`base.mixtures`)."""
+    _is_hf_initialized = True
+    """transformers' own mark, without which it fills stacked weights with random numbers."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        """`out_features` is that of one expert."""
+        super().__init__(in_features, num_experts * out_features, bias=False, dtype=dtype)
+        self._num_experts = num_experts
+
+    def __len__(self) -> int:
+        return self._num_experts
 
 
 def weight_of(linear: nn.Linear | QuantizedLinear) -> Weight:

@@ -26,12 +26,15 @@ ROPE_ALIASES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 
 QUANTIZATIONS = (
     "gptq of 4 or 8 bits, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (fp8, int8, pack-quantized "
-    f"int4 and int8), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
+    f"int4 and int8, mxfp4, nvfp4), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
 )
 """Forms of quantized checkpoints that are served."""
 
 SERVED = tuple(dict.fromkeys((*FAMILIES, *ENCODERS)))
 """Values of `model_type` that are served."""
+
+PACKED_FLOATS = ("mxfp4-pack-quantized", "nvfp4-pack-quantized")
+"""Formats of compressed-tensors whose weights are floats of four bits."""
 
 Fields = Mapping[str, Any]
 
@@ -46,7 +49,7 @@ def refusal_of_config(config: Fields) -> str | None:
         or _refusal_of_text(model_type, str(_text_of(config).get("model_type", model_type)))
         or refusal_of_attention(config)
         or refusal_of_ropes(family_of_text(_text_of(config).get("model_type", model_type)).ropes, _rope_types(config))
-        or (None if is_published_in_mxfp4(config) else refusal_of_quantization(config.get("quantization_config")))
+        or refusal_of_quantization(config.get("quantization_config"), model_type)
     )
 
 
@@ -108,24 +111,19 @@ def refusal_of_ropes(served: Iterable[str], found: Iterable[str]) -> str | None:
     return f"config.json's rope_type = {unserved!r} is not served; supported are {', '.join(sorted(served))}."
 
 
-def is_published_in_mxfp4(config: Fields) -> bool:
-    """Return True if the experts are four-bit floats, as in the family's published checkpoints. transformers turns them
-    into exact halves."""
-    quantization = config.get("quantization_config")
-    return config.get("model_type") in MXFP4_FAMILIES and _method_of(quantization or {}) == "mxfp4"
-
-
-def refusal_of_quantization(quantization: Any) -> str | None:
+def refusal_of_quantization(quantization: Any, model_type: str | None = None) -> str | None:
     """Return why a checkpoint with this `quantization_config` is not served; None if it is, or is not quantized.
 
-    A form is served if a test compares its answers with PEFT's.
+    A form is served if a test compares its answers with PEFT's. `model_type` is not checked if it is None.
     """
     if not quantization:
         return None
     method = _method_of(quantization)
     try:
         CHECKS[method](quantization)
-        return None
+        if method != "mxfp4" or model_type in (None, *MXFP4_FAMILIES):
+            return None
+        reason = f"quant_method {method!r} of a {model_type}"
     except KeyError:
         reason = f"quant_method {method!r}"
     except ValueError as error:
@@ -191,14 +189,16 @@ def _check_bitsandbytes(fields: Fields) -> None:
 
 def _check_compressed_tensors(fields: Fields) -> None:
     form = fields.get("format")
-    _require(form in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"), f"format = {form!r}")
+    forms = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *PACKED_FLOATS)
+    _require(form in forms, f"format = {form!r}")
     _require(not fields.get("kv_cache_scheme"), "a kv_cache_scheme; engine.kv_cache_dtype is served")
     _require(not fields.get("transform_config"), "a transform_config")
     sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
     _require(sparsity == "dense", f"sparsity_config of format {sparsity!r}")
     schemes = schemes_of(fields)
     kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
-    _require(kinds <= {("float", 8), ("int", 8), ("int", 4)}, f"weights of {sorted(map(str, kinds))}")
+    served = {("float", 4)} if form in PACKED_FLOATS else {("float", 8), ("int", 8), ("int", 4)}
+    _require(kinds <= served, f"weights of {sorted(map(str, kinds))}")
     sizes = {scheme.get("group_size") for scheme in schemes}
     blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
     _require(len(sizes) == 1 and len(blocks) <= 1, "config_groups of different group sizes")
@@ -222,5 +222,6 @@ CHECKS: Mapping[str, Callable[[Fields], None]] = {
     "bitsandbytes": _check_bitsandbytes,
     "compressed-tensors": _check_compressed_tensors,
     "fp8": _check_fp8,
+    "mxfp4": lambda _fields: None,  # the fields only guide transformers' own loading
 }
 """For each method of quantization a check of its fields, which raises ValueError with the one that is not served."""

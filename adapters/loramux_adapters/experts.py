@@ -7,10 +7,10 @@ this knowledge would make the host wait, so one launch computes all experts (`Gr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,12 +18,13 @@ from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import ParameterShape, expert_name, expert_parameters, expert_weights, mixtures
+from loramux_adapters.base_weights import QuantizedExperts
 from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import runs_triton
 from loramux_kernels.lora import lora_expand, lora_shrink
 from loramux_kernels.mixture import combine, grouped_coded_linear, grouped_linear, route
-from loramux_kernels.packed_linear import DEFAULT_PACKING, PackedLinear, Packing
-from loramux_kernels.quantized_weight import Quantization, joined, quantize, table_of
+from loramux_kernels.packed_linear import DEFAULT_PACKING, PackedLinear, Packing, Weight
+from loramux_kernels.quantized_weight import Quantization, QuantizedWeight, joined, quantize, table_of
 from loramux_kernels.tables import LoraGroup, LoraTable, Routes, Segments
 
 
@@ -54,7 +55,7 @@ class ExpertRuns:
 
 
 class ExpertLinear:
-    """One linear of every expert: its weights `[experts, out_features, in_features]`, and the sites of its adapters.
+    """One linear of every expert: its weights, and the sites of its adapters.
 
     An adapter's pair for an expert is found in a view of the bank's table with a row for each (slot, site). With this
     view, a kernel computes the rows of all experts at once.
@@ -62,18 +63,20 @@ class ExpertLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         biases: torch.Tensor | None,
         sites: Sequence[Site],
         bank: AdapterBank,
         packing: Packing = DEFAULT_PACKING,
     ) -> None:
-        own = [None] * len(weight) if biases is None else list(biases)
-        self.linears = [PackedLinear([one], [bias], *packing) for one, bias in zip(weight, own, strict=True)]
+        """`weight` is `[experts, out_features, in_features]`, or that of QuantizedExperts."""
+        each = _each(weight, len(sites))
+        pairs = ((one, None) for one in each) if biases is None else zip(each, biases, strict=True)
+        self.linears = [PackedLinear([one], [bias], *packing) for one, bias in pairs]
         self._first_site = sites[0].index
         self._num_sites = len(bank.sites)
         self._bank = bank
-        self._group = LoraGroup((0,), (weight.shape[1],))
+        self._group = LoraGroup((0,), (sites[0].out_features,))
 
     @property
     def num_bytes(self) -> int:
@@ -108,27 +111,24 @@ class GroupedExpertLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         biases: torch.Tensor | None,
         sites: Sequence[Site],
         bank: AdapterBank,
         quantization: Quantization = "none",
     ) -> None:
-        """`weight` `[experts, out_features, in_features]` is kept, or quantized; `biases` `[experts, out_features]` are
-        kept."""
-        if quantization == "none":
-            self._base: Callable[..., torch.Tensor] = partial(grouped_linear, weight=weight, bias=biases)
-            self.num_bytes = weight.nbytes
-            """Bytes of the experts' weights."""
-        else:
+        """`weight` `[experts, out_features, in_features]`, or that of QuantizedExperts, is kept, or quantized; `biases`
+        `[experts, out_features]` are kept."""
+        if not isinstance(weight, QuantizedWeight) and quantization != "none":
             # One after the other: the scales of nested quantization depend on the mean of a weight's scales.
-            coded = joined([quantize(one, quantization) for one in weight])
-            self._base = partial(grouped_coded_linear, weight=coded, values=table_of(coded), bias=biases)
-            self.num_bytes = coded.nbytes
-        self.num_experts = len(weight)
+            weight = joined([quantize(one, quantization) for one in weight])
+        self._base = _grouped_product(weight, biases)
+        self.num_bytes = weight.nbytes
+        """Bytes of the experts' weights."""
+        self.num_experts = len(sites)
         self._first_site = sites[0].index
         self._bank = bank
-        self._group = LoraGroup((0,), (weight.shape[1],))
+        self._group = LoraGroup((0,), (sites[0].out_features,))
 
     def __call__(self, x: torch.Tensor, routes: Routes, segments: Segments | None) -> torch.Tensor:
         """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the order of `routes`."""
@@ -138,6 +138,39 @@ class GroupedExpertLinear:
             v = lora_shrink(x, self._bank.pool, table, self._group, segments)
             lora_expand(v, self._bank.pool, table, self._group, segments, y)
         return y
+
+
+def _each(weight: Weight, num_experts: int) -> Iterator[Weight]:
+    """Yield the weight `[out_features, in_features]` of each expert."""
+    if not isinstance(weight, QuantizedWeight):
+        yield from weight
+        return
+    rows = weight.shape[0] // num_experts
+    for expert in range(num_experts):
+        yield weight.taken([range(expert * rows, (expert + 1) * rows)], None)
+
+
+def _grouped_product(weight: Weight, biases: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """Return the product of each expert's rows with its weight, in one launch on a GPU."""
+    if isinstance(weight, QuantizedWeight):
+        return partial(grouped_coded_linear, weight=weight, values=table_of(weight), bias=biases)
+    return partial(grouped_linear, weight=weight, bias=biases)
+
+
+def probe_quantized_experts(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Stand in for the forward of transformers' `experts`, whose weights are QuantizedExperts, until they are packed.
+
+    On a GPU a probe measures the memory of the largest step. On a CPU it reads shapes alone, and the result is zero.
+    """
+    if not runs_triton(hidden_states):
+        return torch.zeros_like(hidden_states)
+    first, second = expert_parameters(experts)
+    up, down = (_grouped_product(_weight_of(experts, name), _bias_of(experts, name)) for name in (first, second))
+    routes = route(top_k_index, len(getattr(experts, first)))
+    rows = up(hidden_states[routes.tokens], starts=routes.starts)
+    return combine(down(_activation_of(experts)(rows), starts=routes.starts), routes, top_k_weights)
 
 
 LinearT = TypeVar("LinearT", ExpertLinear, GroupedExpertLinear)
@@ -268,9 +301,8 @@ def install_mixtures(
         if mixture.router is not None:
             site = bank.sites[expert_name(mixture.router_parameter, 0)]
             setattr(module, mixture.router, ExpertRouter(getattr(module, mixture.router), site, bank))
-        activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
-        parameters = expert_parameters(experts)
-        is_grouped = runs_triton(expert_weights(experts, parameters[0]))
+        activate, parameters = _activation_of(experts), expert_parameters(experts)
+        is_grouped = runs_triton(next(chain(experts.parameters(), experts.buffers())))
         # One after the other: the weights of the first mixture are freed before those of the second are packed.
         parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in parameters)
         if is_grouped:
@@ -295,15 +327,30 @@ def _sum_up(ranks: Ranks, _module: nn.Module, _inputs: Any, output: Any) -> Any:
     return ranks.all_reduce(output.contiguous())
 
 
-def _take(
-    experts: Any, name: str, parameter: str, bank: AdapterBank
-) -> tuple[torch.Tensor, torch.Tensor | None, list[Site]]:
+def _take(experts: Any, name: str, parameter: str, bank: AdapterBank) -> tuple[Weight, torch.Tensor | None, list[Site]]:
     """Take weights, biases and sites of one linear of every expert out of transformers' module."""
-    weight = expert_weights(experts, parameter)
-    bias = getattr(experts, f"{parameter}_bias", None)
+    sites = [bank.sites[expert_name(f"{name}.{parameter}", e)] for e in range(len(getattr(experts, parameter)))]
+    weight = _weight_of(experts, parameter)
     delattr(experts, parameter)
-    sites = [bank.sites[expert_name(f"{name}.{parameter}", expert)] for expert in range(len(weight))]
-    return weight, None if bias is None else bias.data, sites
+    return weight, _bias_of(experts, parameter), sites
+
+
+def _weight_of(experts: Any, parameter: str) -> Weight:
+    """Return one of the stacked weights of transformers' experts in its current form; see ExpertLinear."""
+    held = getattr(experts, parameter)
+    return held.quantized if isinstance(held, QuantizedExperts) else expert_weights(experts, parameter)
+
+
+def _bias_of(experts: Any, parameter: str) -> torch.Tensor | None:
+    """Return the biases `[experts, out_features]` of one of transformers' stacked weights; None if it has none."""
+    bias = getattr(experts, f"{parameter}_bias", None)
+    return None if bias is None else bias.data
+
+
+def _activation_of(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return transformers' own function from the rows of the first linear to those of the second."""
+    activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+    return activate
 
 
 def _by_slot_and_site(table: LoraTable, first_site: int) -> LoraTable:

@@ -23,6 +23,7 @@ from loramux_adapters.families import LATENT_EXPANSION, NormForm, reads_other_in
 from loramux_adapters.latent import LatentLinear, expands_latents
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
+from loramux_kernels.device import runs_triton
 from loramux_kernels.format_choice import LinearsShape
 from loramux_kernels.lora import can_be_joined, lora_shrink, rescale, run_expand
 from loramux_kernels.packed_linear import (
@@ -377,7 +378,10 @@ def install_linears(
         attention = model.get_submodule(names[0].rpartition(".")[0])
         if names[0].endswith(LATENT_EXPANSION) and expands_latents(attention):
             weight = as_multiplied(weight_of(linears[0]), packing.quantization)
-            latent = LatentLinear(weight, attention, bank.sites[names[0]], bank)
+            site = bank.sites[names[0]]
+            # A GPU never expands contexts.
+            whole = None if runs_triton(bank.pool) else GroupedLinear(linears, [site], bank, packing).serve
+            latent = LatentLinear(weight, attention, site, bank, whole)
             replace_module(model, names[0], latent)
             known[names[0]] = base_linear(linears[0], latent.multiply, slice(None), weight)
             release_weight(linears[0])

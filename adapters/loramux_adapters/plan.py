@@ -38,7 +38,6 @@ from loramux_adapters.config import (
     parse_adapter_config,
 )
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
-from loramux_adapters.families import FAMILIES, LATENT_EXPANSION
 from loramux_adapters.matching import Match, TargetRules
 from loramux_adapters.targets import (
     base_copies,
@@ -379,21 +378,6 @@ def _check_targets(matches: Iterable[Match], config: LoraConfig, base: BaseDescr
             raise unsupported_target(match.module, kind)
         if match.module in served:
             _check_beside(match.module, vocabulary, config)
-        if match.module.endswith(LATENT_EXPANSION) and config.alora_invocation_tokens is not None:
-            _check_latents(match.module, base)
-
-
-def _check_latents(module: str, base: BaseDescription) -> None:
-    """Refuse an activated LoRA on the linear that expands a compressed KV: it would expand a part of a context as the
-    base, and the other part as the adapter."""
-    if (family := FAMILIES.get(base.model_type)) is not None and family.compresses_kv:
-        raise ConfigRejected(
-            "field_unsupported",
-            "alora_invocation_tokens",
-            f"alora_invocation_tokens is set and target_modules means {module}, which is one product for all tokens of "
-            f"a prompt in this base, before the invocation and after it. Leave {LATENT_EXPANSION} out of "
-            "target_modules, or train without alora_invocation_tokens.",
-        )
 
 
 def _check_beside(module: str, vocabulary: VocabularyShape | None, config: LoraConfig) -> None:

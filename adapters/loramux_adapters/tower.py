@@ -42,7 +42,8 @@ def changed_linears(linears: Mapping[str, nn.Linear], weights: AdapterWeights) -
 
 
 def _scale_input(factors: torch.Tensor, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.addcmul(factors[1], inputs[0], factors[0])
+    x = inputs[0]
+    return torch.addcmul(factors[1].to(x.device), x, factors[0].to(x.device))
 
 
 def _change_output(
@@ -52,6 +53,7 @@ def _change_output(
     inputs: tuple[torch.Tensor, ...],
     y: torch.Tensor,
 ) -> torch.Tensor:
+    # Copied here, and not before, because only here the current stream is the tower's.
     if pair is not None:
-        y = y + (inputs[0] @ pair.a.T) @ pair.b.T * pair.scale
-    return y if columns is None else torch.addcmul(columns[1], y, columns[0])
+        y = y + (inputs[0] @ pair.a.to(y.device).T) @ pair.b.to(y.device).T * pair.scale
+    return y if columns is None else torch.addcmul(columns[1].to(y.device), y, columns[0].to(y.device))

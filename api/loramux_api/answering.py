@@ -23,6 +23,7 @@ from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
 from loramux.serving.calls import CallDelta
+from loramux.serving.errors import deadline_exceeded
 from loramux.serving.messages import (
     Answer,
     Delta,
@@ -210,18 +211,22 @@ def answer_headers(answer: Answer) -> dict[str, str]:
     return rate_headers(answer.rate_limits) | replayed
 
 
-async def run_while_connected(request: AnyRequest, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it if the client disconnects first. Raises ClientDisconnected.
+async def run_while_connected(request: AnyRequest, work: Awaitable[T], deadline_ms: int | None = None) -> T:
+    """Await `work`, and cancel it if the client disconnects first or the deadline passes. Raises ClientDisconnected,
+    OverCapacity.
 
     Servers do not cancel a handler whose client has disconnected, but `receive` reports it. The body must have been
-    read.
+    read. Work on a thread or in another process ends by itself: the answer does not wait for it.
     """
+    seconds = None if deadline_ms is None else deadline_ms / 1000
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_disconnected(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnected
-        return working.result()
+        await asyncio.wait({working, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if deadline_ms is not None and not leaving.done():
+            raise deadline_exceeded(deadline_ms)
+        raise ClientDisconnected
     finally:
         working.cancel()
         leaving.cancel()
@@ -373,8 +378,10 @@ class Inference:
         claim = await claim_of(self.request, self.idempotency_key)
         drop_body(self.request.scope)
         asked = replace(asked, deadline_ms=self.deadline_ms, claim=claim)
-        answer = await self.completions.begin(self.principal, asked)
-        del asked  # its images are kept as patches now
+        # Work before the admission has no row yet, so it ends with its client even if its answer would be kept.
+        beginning = self.completions.begin(self.principal, asked)
+        del asked  # its images are kept as patches once it has begun
+        answer = await run_while_connected(self.request, beginning, self.deadline_ms)
         return await respond(self.request, answer, writer(answer), stream=stream)
 
 

@@ -216,6 +216,20 @@ class FileRequest(ApiRequest):
 
 HELD_BODY = "loramux_held_body"
 """The key of a request's scope with the memory that its body holds."""
+STORED_BODY = "loramux_stored_body"
+"""The key of a request's scope that is there if the body is stored at the end of the answer."""
+
+
+def hold_more(held: object, count: int) -> None:
+    """Hold the memory of `count` more bytes, which were read from the database. Raises TooManyBodies."""
+    assert isinstance(held, HeldUnits), "the body has been read"
+    if not held.try_add(count):
+        raise TooManyBodies("Your requests hold too many bytes of stored responses at once. Please send fewer.")
+
+
+def hold_to_the_end(scope: Scope) -> None:
+    """Hold the memory of a request's body until the end of its answer, because it is stored then."""
+    scope[STORED_BODY] = True  # type: ignore[literal-required]
 
 
 def release_body(scope: Scope) -> None:
@@ -233,10 +247,13 @@ def drop_body(scope: Scope) -> None:
 
 
 async def release_answered_body(message: Message, scope: Scope) -> None:
-    """Release the body, as a Litestar `before_send` hook: the body has been read when the answer begins."""
+    """Release the body, as a Litestar `before_send` hook: unless it is to be stored, nothing needs it when the answer
+    begins.
+    """
     if message["type"] == "http.response.start":
         drop_body(scope)
-        release_body(scope)
+        if STORED_BODY not in scope:
+            release_body(scope)
 
 
 def inference_body_bytes(context: int, image_bytes: int = 0) -> int:

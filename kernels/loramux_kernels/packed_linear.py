@@ -249,7 +249,7 @@ class Coded:
         panels = padded.view(-1, self.panel, padded.shape[1] // unit, unit).transpose(1, 2)
         self._packed = zeros_in_large_pages(padded.numel(), torch.uint8).view(panels.shape).copy_(panels)
         self._scales = _by_groups(weight.scales, columns)
-        self._offsets = None if weight.offsets is None else _by_groups(weight.offsets * weight.scales, columns)
+        self._offsets = None if weight.offsets is None else _by_groups(weight.offsets * weight.factors(), columns)
         self._values = torch.tensor(TABLES.get(weight.coding, (0.0,)))
         width, group = weight.in_features, weight.group
         group = group if group < width else -(-width // self.stretch) * self.stretch
@@ -308,8 +308,8 @@ class Coded:
 
 
 def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return float32`[columns, groups]` values as `[groups, columns]`, padded with zeros at the end."""
-    return functional.pad(values.float().T, (0, columns - len(values))).contiguous()
+    """Return `[columns, groups]` values as `[groups, columns]`, padded with zeros at the end."""
+    return functional.pad(values.T, (0, columns - len(values))).contiguous()
 
 
 Weight = torch.Tensor | QuantizedWeight

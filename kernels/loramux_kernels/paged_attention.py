@@ -75,6 +75,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
 
@@ -82,16 +83,19 @@ def paged_attention(
     h // (Hq // Hkv). A row at p sees [0, p], or [0, e) if `batch.row_ends` has e for the row. `sliding_window` w: it
     sees no position up to p - w. `softcap` c: scores become c * tanh(score / c).
     `sinks` [Hq]: a score per head that takes part in the softmax and has no value. Scores and sums are float32.
+
+    With `batch.key_ranges`, a row sees only positions in its sequence's range; the result is 0 if the range is empty.
+    `lse` float32[T, Hq], contiguous, is filled with the logarithm of the sum of each softmax, -inf for an empty range:
+    `merge_attention` joins results over different ranges with it.
     """
     attend = paged_attention_reference
     if runs_triton(query):
         from loramux_kernels.cuda import paged_attention as triton
 
-        assert batch.row_ends is None, "the kernel is causal"
         attend = triton.paged_attention
     elif (native := native_for(query)) is not None:
         attend = functools.partial(_attend_natively, native)
-    return attend(query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    return attend(query, layer, batch, scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks, lse=lse)
 
 
 def _attend_natively(
@@ -104,13 +108,15 @@ def _attend_natively(
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
     query = query if query.stride(2) == 1 else query.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
-    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
+    output = batch.new_output(query, layer, lse)
     call = AttentionAbi(
         query.data_ptr(), output.data_ptr(), None if sinks is None else sinks.data_ptr(),
         query.stride(0), query.stride(1), query.shape[1], sliding_window or 0, scaling, softcap or 0.0,
+        None if lse is None else lse.data_ptr(),
     )  # fmt: skip
     native.loramux_attention(DTYPES[query.dtype], call, layer.abi, batch.abi, torch.get_num_threads())
     return output
@@ -125,11 +131,15 @@ def paged_attention_reference(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `paged_attention` in torch, a sequence at a time, on any device and in any floating dtype."""
-    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
+    output = batch.new_output(query, layer, lse)
     groups = query.shape[1] // layer.key.shape[1]
     for sequence, (start, stop, context) in enumerate(batch.spans):
+        first, end = (0, context) if batch.key_ranges is None else batch.key_ranges[sequence].tolist()
+        if first >= end:
+            continue
         pages = batch.block_table[sequence, : -(-context // layer.block_size)].long()
         key = _read_pages(layer.key, layer.key_scale, pages, context).repeat_interleave(groups, 0)
         value = _read_pages(layer.value, layer.value_scale, pages, context).repeat_interleave(groups, 0)
@@ -138,12 +148,35 @@ def paged_attention_reference(
             scores = softcap * torch.tanh(scores / softcap)
         ends = None if batch.row_ends is None else batch.row_ends[start:stop]
         visible = _visible(stop - start, context, sliding_window, ends, query.device)
+        visible[:, :first] = visible[:, end:] = False
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, stop - start, 1)), dim=-1)
         weights = scores.softmax(-1)[..., :context]
+        if lse is not None:
+            lse[start:stop] = scores.logsumexp(-1).T
         output[start:stop] = (weights @ value).transpose(0, 1).to(output.dtype)
     return output
+
+
+def merge_attention(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Join the results of the same rows over two sets of keys, in place, as Flash-Decoding (Dao et al., 2023) does.
+
+    `output` float32[T, Hq, Dv] and `lse` become those over both sets; at least one set is not empty for each row.
+    """
+    joint = torch.logaddexp(lse, other_lse)
+    output *= (lse - joint).exp_()[..., None]
+    output += other * (other_lse - joint).exp_()[..., None]
+    lse.copy_(joint)
+
+
+def read_keys(layer: KvLayer, pages: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Return the keys at the positions `[first, end)` of a sequence with these pages, float32`[num_kv_heads, n,
+    head_dim]`."""
+    begin = first // layer.block_size
+    held = pages[begin : -(-end // layer.block_size)].long()
+    skipped = begin * layer.block_size
+    return _read_pages(layer.key, layer.key_scale, held, end - skipped)[:, first - skipped :]
 
 
 def _read_pages(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, context: int) -> torch.Tensor:

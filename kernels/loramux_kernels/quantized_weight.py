@@ -2,10 +2,11 @@
 
     w[o, order[k]] = scales[o, g] * (value(codes[o, k]) - offsets[o, g])        g = k // group
 
-`value` depends on the coding: the integer itself, an entry of a table of sixteen numbers (bitsandbytes' NF4 and FP4),
-or a float of eight bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ only in the storage of these values;
-`loramux.engine.execution.quantized_checkpoint` reads them. Sources: NF4 and the double quantization of its scales are
-from QLoRA (Dettmers et al., 2023), E4M3 from FP8 formats for deep learning (Micikevicius et al., 2022).
+`value` depends on the coding: the integer itself, an entry of a table of sixteen numbers (bitsandbytes' NF4 and FP4,
+E2M1 of MXFP4 and NVFP4), or a float of eight bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ only in the
+storage of these values; `loramux.engine.execution.quantized_checkpoint` reads them. Sources: NF4 and the double
+quantization of its scales are from QLoRA (Dettmers et al., 2023), E4M3 from FP8 formats for deep learning (Micikevicius
+et al., 2022), MXFP4 from the OCP Microscaling Formats (MX) specification 1.0 (2023).
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-Coding = Literal["int8", "int4", "nf4", "fp4", "fp8"]
-"""Meaning of a code. int8: signed byte. int4: code - 8. nf4, fp4: entry of TABLES. fp8: E4M3 without infinities."""
+Coding = Literal["int8", "int4", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"]
+"""Meaning of a code. int8: signed byte. int4: code - 8. nf4, fp4, mxfp4, nvfp4: entry of TABLES. fp8: E4M3 without
+infinities."""
 
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
 """Method by which weights that a checkpoint holds unquantized are quantized when they are loaded."""
+
+E2M1 = tuple(sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""Floats of a sign, two bits of exponent and one of mantissa, by their codes."""
 
 TABLES: dict[str, tuple[float, ...]] = {
     # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
@@ -33,8 +38,14 @@ TABLES: dict[str, tuple[float, ...]] = {
     ),
     # bitsandbytes' float of four bits: sign, two bits of exponent, one of mantissa; divided by its largest number, 12.
     "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)),
+    "mxfp4": E2M1,
+    "nvfp4": E2M1,
 }
 """Values of the sixteen codes."""
+
+EXPONENT_SCALES = frozenset(("mxfp4",))
+"""Codings whose scales are powers of two, held as their exponents (E8M0): a byte s stands for 2^(s - 127); 255, which
+stands for NaN, is never held."""
 
 BLOCK = 64
 """Neighbours that share a scale in nf4; blocks continue over the end of a row."""
@@ -58,7 +69,7 @@ class QuantizedWeight:
     """uint8`[out_features, in_features]`; codes of four bits take half as many bytes, rounded up, the lower bits
     first."""
     scales: torch.Tensor
-    """float32`[out_features, groups]`"""
+    """float32`[out_features, groups]`; uint8 if the coding has EXPONENT_SCALES."""
     group: int
     """Elements that share a scale; the last group of a row may be shorter."""
     in_features: int
@@ -94,10 +105,15 @@ class QuantizedWeight:
         group = torch.arange(self.in_features, device=values.device) // self.group
         if self.offsets is not None:
             values = values - self.offsets[:, group]
-        values = values * self.scales[:, group]
+        values = values * self.factors()[:, group]
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def factors(self) -> torch.Tensor:
+        """Return the scales as float32`[out_features, groups]`."""
+        is_exponent = self.coding in EXPONENT_SCALES
+        return self.scales.view(torch.float8_e8m0fnu).float() if is_exponent else self.scales
 
     def values(self) -> torch.Tensor:
         """Return the values of the codes: float32`[out_features, in_features]`."""

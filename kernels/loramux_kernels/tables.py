@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -337,7 +337,13 @@ class AttentionBatch:
     """True if a row's result on a GPU must not depend on the other rows."""
     row_ends: torch.Tensor | None = None
     """int32[T]: one past the last position that each row sees, at least the position after its own and at most the
-    sequence's context length. None: each row sees up to itself. On CPUs alone."""
+    sequence's context length. None: each row sees up to itself."""
+    key_ranges: torch.Tensor | None = None
+    """int32[S, 2], on the host: the first position of each sequence that its rows may see, and one past the last. Each
+    row sees a position of its range, or the range is empty. None: all positions."""
+    activations: torch.Tensor | None = None
+    """int32[S], on the host: leading positions of each sequence whose compressed KV is expanded without the adapter of
+    its rows. None: of no sequence."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
@@ -351,6 +357,40 @@ class AttentionBatch:
         if self.prompt_lens is None:
             return [stop for _, stop, _ in self.spans]
         return prompt_ends(self.spans, self.prompt_lens.tolist())
+
+    def new_output(self, query: torch.Tensor, layer: KvLayer, lse: torch.Tensor | None) -> torch.Tensor:
+        """Return memory for a result of `paged_attention`; with `key_ranges` it and `lse` hold that of empty ranges."""
+        shape = (query.shape[0], query.shape[1], layer.value.shape[3])
+        if self.key_ranges is None:
+            return query.new_empty(shape)
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return query.new_zeros(shape)
+
+    @cached_property
+    def parts(self) -> tuple[AttentionBatch, AttentionBatch]:
+        """This batch twice: over the positions before each sequence's activation, and over all others."""
+        assert self.activations is not None, "otherwise a batch has one part"
+        starts, ends = torch.zeros_like(self.activations), self.context_lens
+        ranges = (starts, self.activations), (self.activations, ends)
+        earlier, later = (replace(self, key_ranges=torch.stack(pair, dim=1), activations=None) for pair in ranges)
+        return earlier, later
+
+    def among(self, sequences: list[int]) -> AttentionBatch:
+        """Return the batch of some sequences, ascending, which has their rows alone."""
+        index = torch.tensor(sequences)
+        lengths = self.cu_seqlens.diff()[index]
+        return AttentionBatch(
+            cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).int(),
+            context_lens=self.context_lens[index],
+            block_table=self.block_table[index],
+            slot_mapping=self.slot_mapping[self.rows_of(sequences)],
+            activations=None if self.activations is None else self.activations[index],
+        )
+
+    def rows_of(self, sequences: list[int]) -> torch.Tensor:
+        """Return int64[n], ascending: the query rows of `sequences`."""
+        return torch.cat([torch.arange(*self.spans[sequence][:2]) for sequence in sequences])
 
     @cached_property
     def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -368,13 +408,20 @@ class AttentionBatch:
         return torch.tensor([int(start < end) for (start, stop, n), end in rows if stop - start == 1 < n])
 
     @cached_property
+    def causal(self) -> AttentionBatch:
+        """This step for layers in which each row sees up to itself. Both have the same plans of attention."""
+        causal = replace(self, row_ends=None)
+        vars(causal)["attention_plans"] = vars(self).setdefault("attention_plans", {})
+        return causal
+
+    @cached_property
     def abi(self) -> AttentionBatchAbi:
         """Addresses of the tensors for the C++ operators."""
         tensors = (self.cu_seqlens, self.context_lens, self.block_table)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
-        ends = self.row_ends
-        assert ends is None or (ends.dtype == torch.int32 and ends.is_contiguous()), "as the tables"
-        addresses = (*(tensor.data_ptr() for tensor in tensors), None if ends is None else ends.data_ptr())
+        optional = (self.row_ends, self.key_ranges)
+        assert all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in optional), "as the tables"
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (*tensors, *optional))
         return AttentionBatchAbi(*addresses, *self.block_table.shape)
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
 import pytest
-from site_fixture import Site
+from site_fixture import PATIENCE, Site
 
 from loramux.engine.messages import EngineFault
+from loramux.serving.bases import RequestReader
 
 TEXT = {"model": "tiny", "prompt": "hi"}
 BODIES = {
@@ -19,7 +28,9 @@ def test_deadline_reaches_the_engine(site: Site, path: str) -> None:
     with site.http() as client:
         client.post(path, json=BODIES[path], headers={"x-loramux-deadline-ms": "2500"})
         client.post(path, json=BODIES[path])
-    assert [request.deadline_ms for request in site.engine.requests] == [2500, None]
+    first, second = (request.deadline_ms for request in site.engine.requests)
+    assert 0 < first <= 2500  # without the time in which the prompt was read and the request was admitted
+    assert second is None
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "3600001"])
@@ -41,3 +52,49 @@ def test_over_capacity_is_429_with_retry_after(site: Site, code: str, stream: bo
     assert answer.headers["retry-after"] == "7"
     error = answer.json()["error"]
     assert error == {"message": "expected in 9000 ms", "type": "over_capacity_error", "param": None, "code": code}
+
+
+@dataclass
+class Stuck:
+    """A reading of prompts that waits, as for a thread or for a process that checks a grammar."""
+
+    began: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    async def read(self, *_: Any) -> Any:
+        self.began.set()
+        try:
+            await asyncio.sleep(PATIENCE)
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def stuck(site: Site, monkeypatch: pytest.MonkeyPatch) -> Stuck:
+    made = Stuck()
+    monkeypatch.setattr(RequestReader, "read", lambda _, *asked: made.read(*asked))
+    return made
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("headers", [{}, {"idempotency-key": "deadline"}], ids=["", "key"])
+def test_deadline_ends_the_wait_for_the_admission(site: Site, stuck: Stuck, path: str, headers: dict[str, str]) -> None:
+    with site.http() as client:
+        answer = client.post(path, json=BODIES[path], headers={"x-loramux-deadline-ms": "100"} | headers)
+    assert answer.status_code == 429
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "over_capacity_error")
+    assert "100 ms" in error["message"]
+    assert answer.headers["retry-after"] == "1"
+    assert stuck.ended.wait(PATIENCE)
+    assert not site.engine.requests
+
+
+def test_disconnect_ends_the_wait_for_the_admission(site: Site, stuck: Stuck) -> None:
+    connection = http.client.HTTPConnection(urlsplit(site.url).netloc)
+    headers = {"authorization": f"Bearer {site.keys['acme']}", "content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(TEXT), headers)
+    assert stuck.began.wait(PATIENCE)
+    connection.close()
+    assert stuck.ended.wait(PATIENCE / 2), "long before the wait itself ends"
+    assert not site.engine.requests

@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from chat_site import chat_site, prompts, say
+from listening import until_true
 from live_folders import files_under
 from scripted_engine import EOS
 from site_fixture import Site
@@ -237,6 +238,33 @@ def test_stream_that_its_client_leaves_is_not_stored(chats: Site, monkeypatch: p
         with pytest.raises(openai.NotFoundError):
             chats.openai().responses.retrieve(id)
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_body_of_a_stream_counts_as_waiting_memory_as_long_as_it_is_to_be_stored(
+    chats: Site, monkeypatch: pytest.MonkeyPatch, store: bool
+) -> None:
+    """With the items that its references stand for; what it continues is needed until it begins."""
+
+    def held() -> int:
+        memory = chats.server.app.state.platform.memory
+        return memory._held.total()
+
+    say(chats, "one")
+    earlier = create(chats, input=[{"role": "user", "content": "x" * 900}])
+    until_true(lambda: not held())
+    say(chats, "word " * 100)
+    monkeypatch.setattr(chats.engine, "pause", 0.05)
+    reference: Any = {"type": "item_reference", "id": earlier.output[0].id}
+    sent: Any = [reference, {"role": "user", "content": "y" * 700}]
+    with create(chats, stream=True, store=store, input=sent, previous_response_id=earlier.id) as stream:
+        next(iter(stream))
+        size = len(json.dumps(sent))
+        if store:
+            assert size + 900 < held() < 2 * size + 900
+        else:
+            assert not held()
+    until_true(lambda: not held())
 
 
 def test_anothers_response_is_not_there(chats: Site) -> None:

@@ -48,6 +48,7 @@ def test_one_command_measures_ours_and_peft_and_they_say_the_same(tmp_path: Path
         (["--systems", "peft,vllm"], "vllm not known; there are loramux, peft"),
         (["--peer", "vllm"], "'vllm' is not vllm=/path/to/a/virtual/environment"),
         (["--peer", "vllm=/nowhere"], "/nowhere has no bin/python"),
+        (["--peer", "llama.cpp=/nowhere"], "/nowhere has no bin/llama-server"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_way_out(arguments: list[str], reason: str) -> None:

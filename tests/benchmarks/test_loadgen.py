@@ -67,6 +67,17 @@ def test_the_body_asks_for_exactly_that_many_greedy_tokens(server: tuple[str, Se
     ]
 
 
+def test_fields_of_an_adapter_are_only_in_its_own_requests() -> None:
+    scale = {"lora": [{"id": 7, "scale": 1.0}]}
+    target = Target("", adapter_bodies={"ad07": scale})
+    plain, (own, other) = (
+        target.body(items(1)[0]),
+        (target.body(items(1, adapter=name)[0]) for name in ("ad07", "ad08")),
+    )
+    assert own == plain | {"model": "ad07"} | scale
+    assert other == plain | {"model": "ad08"}
+
+
 def test_names_are_mapped_for_each_request() -> None:
     assert [Target("", adapter_name="bench/{adapter}").model(a) for a in (None, "ad01")] == ["base", "bench/ad01"]
     assert [Target("", base_name="llama").model(a) for a in (None, "ad01")] == ["llama", "ad01"]

@@ -21,12 +21,15 @@ import openai
 import psutil
 import pytest
 import sqlalchemy as sa
+from image_base import make_model_base
 from peft_oracle import PeftOracle, stored_adapter
+from safetensors.torch import load_file
 from server_process import LORAMUX, Child, Place, served
 from training_files import PEOPLE, calls, jsonl, preferences, shouted
 
 from loramux.data.records.database import Database, parse_url
 from loramux.money.billing.reconcile import reconcile
+from loramux_adapters.families import reads_other_inputs
 from loramux_demo.assets import LOOKUP, base_folder
 
 ENDS = ("succeeded", "failed", "cancelled")
@@ -157,6 +160,29 @@ def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
         assert first_card["digests"] == {"training_file": hashlib.sha256(sent).hexdigest()}
         assert (first_card["n_epochs"], first_card["learning_rate_multiplier"]) == (4, 20.0)
     print(f"from the file to the answer: {seconds:.1f} s")
+
+
+@pytest.mark.parametrize("name", ["patches", "a square"])
+def test_job_on_a_base_that_reads_images_trains_its_text_and_its_result_is_served(tmp_path: Path, name: str) -> None:
+    (tmp_path / "base").mkdir()
+    place = Place(tmp_path, make_model_base(tmp_path / "base", name)).prepare()
+    named = 'served_model_name = "tiny"\n'
+    place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
+    with_settings(place)
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server, server.http(key) as http:
+        client = server.openai(key)
+        job = until(client, create(client, count=12, n_epochs=2, learning_rate_multiplier=100.0), *ENDS)
+        assert (job.status, job.fine_tuned_model) == ("succeeded", "acme/loud@1"), job.error
+        assert answer(client, job.fine_tuned_model) != answer(client, "tiny")
+        assert_answers_are_pefts(place, client, http, job.fine_tuned_model)
+        again = until(client, create(client, model=job.fine_tuned_model, count=12, n_epochs=1), *ENDS)
+        assert again.status == "succeeded", again.error
+        assert_answers_are_pefts(place, client, http, again.fine_tuned_model)
+        found = http.get("/v1/adapters/acme/loud/revisions/1").raise_for_status().json()
+        file = stored_adapter(place.folder, found["digest"]) / "adapter_model.safetensors"
+        assert not [tensor for tensor in load_file(file) if reads_other_inputs(tensor)]
 
 
 def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(place: Place) -> None:
@@ -310,7 +336,7 @@ def test_samples_of_the_validation_file_show_the_answers_before_and_after(place:
         assert job.status == "succeeded", job.error
         events = [event for event in client.fine_tuning.jobs.list_events(job.id, limit=100) if event.data]
         forgetful = server.openai(secret)
-        id = create(forgetful, count=8, n_epochs=1)
+        id = create(forgetful, count=12, n_epochs=1)
         assert until(forgetful, id, *ENDS).status == "succeeded"
         logged = [event.data for event in forgetful.fine_tuning.jobs.list_events(id, limit=100) if event.data]
     assert logged, "figures have no text"

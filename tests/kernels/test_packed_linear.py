@@ -20,7 +20,14 @@ from loramux_kernels.packed_linear import (
     rows_linear,
     rows_weight,
 )
-from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
+from loramux_kernels.quantized_weight import (
+    EXPONENT_SCALES,
+    QuantizedWeight,
+    is_nibbles,
+    pack_nibbles,
+    quantize,
+    unpack_nibbles,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -132,21 +139,23 @@ def coded(
     coding: str, out_features: int, in_features: int, group: int, has_offsets: bool, order=None
 ) -> QuantizedWeight:
     """A weight of random codes."""
-    codes = torch.randint(0, 16 if coding in ("int4", "nf4", "fp4") else 256, (out_features, in_features))
+    codes = torch.randint(0, 16 if is_nibbles(coding) else 256, (out_features, in_features))
     if coding == "fp8":
         codes[codes & 127 == 127] = 3  # not finite
     codes = codes.to(torch.uint8)
     groups = -(-in_features // group)
     scales = torch.rand(out_features, groups) * 0.05
+    if coding in EXPONENT_SCALES:
+        scales = torch.randint(117, 124, scales.shape).to(torch.uint8)
     offsets = torch.randint(-5, 5, scales.shape).float() if has_offsets else None
-    held = pack_nibbles(codes) if coding in ("int4", "nf4", "fp4") else codes
+    held = pack_nibbles(codes) if is_nibbles(coding) else codes
     return QuantizedWeight(coding, held, scales, group, in_features, offsets, order)
 
 
 @pytest.mark.usefixtures("native")
 @settings(max_examples=150, deadline=None)
 @given(
-    coding=st.sampled_from(["int8", "int4", "nf4", "fp4", "fp8"]),
+    coding=st.sampled_from(["int8", "int4", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"]),
     dtype=st.sampled_from(list(ROUNDING)),
     rows=st.integers(0, 40),
     in_features=st.integers(1, 700),
@@ -183,13 +192,13 @@ def multiplied_by_parts(weight: QuantizedWeight) -> torch.Tensor:
     """The sizes of what is added up: values and offsets, times scales."""
     group = torch.arange(weight.in_features) // weight.group
     offsets = 0 if weight.offsets is None else weight.offsets[:, group].abs()
-    sizes = ((weight.values().abs() + offsets) * weight.scales[:, group]).double()
+    sizes = ((weight.values().abs() + offsets) * weight.factors()[:, group]).double()
     return sizes if weight.order is None else torch.empty_like(sizes).index_copy_(1, weight.order, sizes)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    coding=st.sampled_from(["int8", "int4", "nf4", "fp4", "fp8"]),
+    coding=st.sampled_from(["int8", "int4", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"]),
     in_features=st.sampled_from([64, 96, 104, 200]),
     group=st.sampled_from([8, 16, 24, 32, 64, 500]),
     unit=st.sampled_from([8, 16, 24, 32]),
@@ -211,6 +220,34 @@ def test_share_that_would_cut_groups_into_crumbs_is_refused():
     weight = coded("int4", 8, 64, 32, True)
     with pytest.raises(ValueError, match="groups of 32 inputs would be cut to 4, fewer than 8"):
         weight.taken(None, [range(0, 20)])
+
+
+def every_mxfp4() -> tuple[QuantizedWeight, torch.Tensor]:
+    """A weight with a row for each scale and all bytes in each row, and its values by the definition, in float32."""
+    codes, scales = torch.arange(256).to(torch.uint8).repeat(255, 1), torch.arange(255)[:, None].expand(255, 16)
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    numbers = torch.arange(256)
+    pairs = torch.stack((numbers & 15, numbers >> 4), 1).flatten()
+    values = torch.where(pairs < 8, 1.0, -1.0).double() * sizes[pairs % 8]
+    wanted = (values * 2.0 ** (torch.arange(255).double()[:, None] - 127)).float()
+    return QuantizedWeight("mxfp4", codes, scales.to(torch.uint8), 32, 512), wanted
+
+
+def test_mxfp4_every_byte_with_every_scale_is_the_number_of_its_definition():
+    """To the bit: signed zeros, numbers without an exponent (scales 0 and 1), those beyond float32 (from 253 on)."""
+    weight, wanted = every_mxfp4()
+    assert torch.equal(weight.dequantize().view(torch.int32), wanted.view(torch.int32))
+    assert wanted[0, 2].item() == 2.0**-128
+    exact = weight.taken([range(253)], None).dequantize()
+    assert torch.equal(exact.bfloat16().float(), exact)
+
+
+@pytest.mark.usefixtures("native")
+def test_mxfp4_every_byte_with_every_scale_is_multiplied_as_the_number_of_its_definition():
+    weight, wanted = every_mxfp4()
+    linear = PackedLinear([weight], [None])
+    assert linear.num_bytes == 256 * (256 + 16), "columns are padded to whole panels; a scale takes a byte"
+    torch.testing.assert_close(linear(torch.eye(512)), wanted.T, rtol=1e-6, atol=2.0**-148)
 
 
 def test_coded_linear_holds_no_more_than_codes_and_scales():
@@ -242,7 +279,7 @@ def test_int8_weights_are_off_by_half_a_step_of_their_row_at_most():
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp8"])
+@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "mxfp4", "nvfp4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_coded_row_is_independent_of_its_neighbours_and_keeps_what_is_not_finite(dtype, coding):
     linear = PackedLinear([coded(coding, out, 300, 32, True) for out in (200, 72)], [None, None])

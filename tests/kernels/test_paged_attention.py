@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from attention_cases import Case, Shape, expected, make_case
+from attention_cases import Case, Shape, check_ranges, expected, make_case, with_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux_kernels.native.loader import native_for
-from loramux_kernels.paged_attention import paged_attention, paged_attention_reference
+from loramux_kernels.paged_attention import paged_attention, paged_attention_reference, read_keys
 from loramux_kernels.tables import AttentionBatch
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -74,17 +72,6 @@ def test_attention_takes_values_of_another_width_than_keys(dtype):
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
 def test_attention_sliding_window_equals_the_reference(window):
     check(make_case([(1, 200), (70, 190), (130, 130)], torch.float32), window=window)
-
-
-def with_images(case: Case, images: list[tuple[int, int, int]]) -> Case:
-    """Let the rows of images, (sequence, first position, end) each, see to the ends of their images."""
-    spans = case.batch.spans
-    ends = torch.cat([torch.arange(context - stop + start, context) for start, stop, context in spans]).int() + 1
-    for sequence, first, end in images:
-        start, stop, context = spans[sequence]
-        to_row = stop - context
-        ends[max(start, first + to_row) : end + to_row] = end
-    return replace(case, batch=replace(case.batch, row_ends=ends))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -155,3 +142,21 @@ LATENT = [(16, 24, 16), (16, 576, 512), (20, 576, 512), (128, 40, 32)]
 def test_attention_over_values_in_their_keys_equals_the_reference(dtype, heads, key_dim, value_dim):
     shape = Shape(heads, 1, key_dim, value_dim, has_values_in_keys=True)
     check(make_case([(1, 1), (1, 130), (70, 90)], dtype, shape), is_wide=key_dim > 500)
+
+
+RANGED = [(1, 70), (5, 130), (40, 300), (1, 600)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("attend", [paged_attention, paged_attention_reference], ids=["native", "reference"])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_attention_over_ranges_of_keys_joined_equals_the_reference(dtype, attend, is_latent):
+    shape = Shape(16, 1, 40, 32, has_values_in_keys=True) if is_latent else Shape(block_size=5)
+    check_ranges(make_case(RANGED, dtype, shape), attend, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (63, 129), (64, 128), (70, 70), (199, 200), (0, 200)])
+def test_keys_of_a_range_are_read_from_their_pages(first, end):
+    case = make_case([(1, 30), (1, 200)], torch.float16, Shape(block_size=16))
+    keys = read_keys(case.layer, case.batch.block_table[1], first, end)
+    assert torch.equal(keys, case.keys[1][first:end].transpose(0, 1).float())

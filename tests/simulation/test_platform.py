@@ -15,3 +15,8 @@ def test_uploads_end_and_serve_the_bytes_that_were_sent(chunk: int, template: Te
     seeds = range(chunk * SEEDS_PER_TEST, (chunk + 1) * SEEDS_PER_TEST)
     failed = failing_seeds(seeds, template, PlatformWorld)
     assert not failed, "\n".join(f"python -m simulation {seed} --platform: {e}" for seed, e in failed.items())
+
+
+def test_upload_whose_client_left_ends_although_its_checks_are_never_possible(template: Template) -> None:
+    """The checking process of this seed dies in each of the attempts, the last of them a minute after the first."""
+    assert not failing_seeds([3275], template, PlatformWorld)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from loramux_kernels.paged_attention import write_kv_reference
+from loramux_kernels.paged_attention import merge_attention, write_kv_reference
 from loramux_kernels.tables import AttentionBatch, KvLayer
 
 
@@ -91,6 +92,17 @@ def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape
     return Case(query, layer, batch, keys, values)
 
 
+def with_images(case: Case, images: list[tuple[int, int, int]]) -> Case:
+    """Let the rows of images, (sequence, first position, end) each, see to the ends of their images."""
+    spans = case.batch.spans
+    ends = torch.cat([torch.arange(context - stop + start, context) for start, stop, context in spans]).int() + 1
+    for sequence, first, end in images:
+        start, stop, context = spans[sequence]
+        to_row = stop - context
+        ends[max(start, first + to_row) : end + to_row] = end
+    return replace(case, batch=replace(case.batch, row_ends=ends))
+
+
 def expected(
     case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
@@ -113,3 +125,22 @@ def expected(
             total = total + sinks.double().exp().view(-1, 1, 1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights / total, value.double().repeat_interleave(groups, 1)))
     return torch.cat(outputs)
+
+
+def check_ranges(case: Case, attend: Callable[..., torch.Tensor], tolerance: float) -> None:
+    """Attend to two ranges of each sequence's context, one of which may be empty, and join the results."""
+    scaling, spans = case.query.shape[2] ** -0.5, case.batch.spans
+    cuts = torch.tensor([(context - stop + start) * i // 3 for i, (start, stop, context) in enumerate(spans)])
+    ends = case.batch.context_lens
+    parts = []
+    for first, last in ((torch.zeros_like(ends), cuts.int()), (cuts.int(), ends)):
+        batch = replace(case.batch, key_ranges=torch.stack((first, last), dim=1))
+        lse = torch.empty(case.query.shape[:2], device=case.query.device)
+        parts.append((attend(case.query, case.layer, batch, scaling, lse=lse).float(), lse))
+    (output, lse), (other, other_lse) = parts[::-1]
+    empty = slice(*spans[0][:2])
+    assert (other[empty] == 0).all(), "the first sequence is not cut"
+    assert (other_lse[empty] == -torch.inf).all()
+    merge_attention(output, lse, other, other_lse)
+    wanted = expected(case, scaling, None, None, None)
+    torch.testing.assert_close(output.cpu().double(), wanted, rtol=tolerance, atol=tolerance)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from adapter_zoo import Zoo, load
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.runner import CompletedStep, StepGraphs
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Step
 
@@ -23,6 +25,7 @@ class LateRunner:
     def __init__(self, inner: Any) -> None:
         self.bank = inner.bank
         self.forget = inner.forget
+        self.image_rows: ImageRows[torch.Tensor] | None = None
         self.unread: list[list[TokenEvent]] = []
         self.pending = 0
         self._inner = inner

@@ -10,15 +10,17 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 import transformers
 from PIL import Image
 from tiny_base import byte_tokenizer, make_base
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loramux.serving.images import ImageFormat
 from loramux.serving.tokenizer import Tokenizer
@@ -106,6 +108,82 @@ def make_marked_files(folder: Path, reads: TowerInput) -> Path:
     if not (folder / "config.json").is_file():
         config.save_pretrained(folder)
     processor.save_pretrained(folder)
+    return folder
+
+
+TEXT = {
+    "vocab_size": 261,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 257,
+    "eos_token_id": 256,
+}
+M_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+MARKS = {"image_token_id": 260, "boi_token_id": 258, "eoi_token_id": 259}
+CONFIGS = {
+    "patches": transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | M_ROPE,
+        vision_config=VISION
+        | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "window_size": 24, "fullatt_block_indexes": [1]},
+        image_token_id=260,
+        vision_start_token_id=258,
+        vision_end_token_id=259,
+    ),
+    "states": transformers.Qwen3_5Config(
+        text_config=TEXT
+        | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 20}
+        | {"rope_parameters": M_ROPE["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+        vision_config=VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+        image_token_id=260,
+        vision_start_token_id=258,
+        vision_end_token_id=259,
+    ),
+    "a picture": transformers.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=VISION | {"model_type": "pixtral", "num_hidden_layers": 2, "num_attention_heads": 2},
+        image_token_index=260,
+    ),
+    "a square": transformers.Gemma3Config(
+        text_config=TEXT | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+        vision_config=VISION | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 24},
+        mm_tokens_per_image=9,
+        **MARKS,
+    ),
+    "placed patches": transformers.Gemma4Config(
+        text_config=TEXT
+        | {"head_dim": 16, "global_head_dim": 16, "sliding_window": 20, "use_bidirectional_attention": "vision"}
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 261}
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        vision_config=VISION
+        | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+        audio_config=None,
+        **MARKS,
+    ),
+}
+"""Bases by what is special of their images."""
+
+
+def make_model_base(folder: Path, name: str) -> Path:
+    """Write a whole small base of `CONFIGS`, with random weights; return the folder."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForImageTextToText.from_config(CONFIGS[name]).save_pretrained(folder)
+    if name == "a picture":
+        make_picture_files(folder, patch_size=4, longest_edge=64)
+    elif name in ("a square", "placed patches"):
+        make_marked_files(folder, cast(TowerInput, name))
+    else:
+        size = {"shortest_edge": 64, "longest_edge": 2048}
+        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    template = next((TEMPLATES[reads] for reads in TEMPLATES if reads == name), CHAT_TEMPLATE)
+    image_tokenizer(template).save_pretrained(folder)
     return folder
 
 

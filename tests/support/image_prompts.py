@@ -19,6 +19,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from loramux.engine.engine import Engine
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.messages import ImageInput, Request, ServiceClass
 from loramux_adapters.families import ImageForm, family_of, images_of
@@ -64,6 +65,10 @@ class Pictured:
     output: int
     tenant: str = "t"
     service_class: ServiceClass = ServiceClass.STANDARD
+
+
+TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
+RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
 
 
 class ImageZoo:
@@ -168,3 +173,41 @@ class ImageZoo:
             return data, (time, height, width)
         height, width = (int(side) // self._patch for side in made["image_sizes"][0])
         return data, (1, height, width)
+
+
+def serve(zoo: ImageZoo, engine: Engine, asked: list[Any], arrivals: list[int] | None = None) -> dict[str, list[int]]:
+    """Run the requests to their ends; the i-th arrives before step `arrivals[i]`."""
+    tokens: dict[str, list[int]] = {one.name: [] for one in asked}
+    waiting = sorted(zip(arrivals or [0] * len(asked), range(len(asked)), asked, strict=True))
+    open_requests = set(tokens)
+    turn = 0
+    while open_requests:
+        while waiting and waiting[0][0] <= turn:
+            engine.submit(zoo.request(waiting.pop(0)[2]))
+        report = engine.step()
+        turn += 1
+        for event in report.events if report else []:
+            assert event.finish_reason != "error", event.fault
+            if event.token_id is not None:
+                tokens[event.request_id].append(event.token_id)
+            if event.finish_reason:
+                open_requests.discard(event.request_id)
+    return tokens
+
+
+def mixed_prompts(count: int) -> list[Pictured | Asked]:
+    """Return requests of the base and two adapters, with none to three images of mixed sizes."""
+    sizes = ((8, 8), (40, 12), (17, 33), (24, 24), (9, 60), (30, 20))
+    names = (None, *RECIPES)
+    asked: list[Pictured | Asked] = []
+    for i in range(count):
+        name, adapter, text = f"r{i}", names[i % 3], tuple(range(3 + i, 9 + 2 * i))
+        if i % 4 == 3:
+            asked.append(Asked(name, adapter, text, 7))
+            continue
+        images = [picture(10 * i + k, *sizes[(i + k) % len(sizes)]) for k in range(1 + i % 3)]
+        parts: list[Any] = [text]
+        for k, image in enumerate(images):
+            parts += [image, (20 + k, 21 + i)]
+        asked.append(Pictured(name, adapter, tuple(parts), 7))
+    return asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,13 @@ def quicken_interpreter() -> None:
 
     interpreter._patch_lang = replace_once
     interpret, on_own_stack = interpreter.GridExecutor.__call__, _with_room_for_frames()
-    interpreter.GridExecutor.__call__ = lambda *args, **kwargs: on_own_stack(interpret, *args, **kwargs)
+    one_launch = threading.Lock()  # ranks are threads, and the interpreter keeps a launch's program ids in a global
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        with one_launch:
+            return on_own_stack(interpret, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch
 
 
 def _with_room_for_frames() -> Callable[..., Any]:

@@ -16,7 +16,8 @@ import bitsandbytes.functional as bnb
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 OUT, WIDTH = 16, 64
 
@@ -42,9 +43,11 @@ def compressed(weight: torch.Tensor, form: str, **fields: object) -> tuple[dict[
     parts = weight.view(OUT, -1, args.group_size) if args.group_size else weight.view(OUT, 1, WIDTH)
     if args.strategy == "tensor":
         parts = weight.view(1, 1, -1)
-    scales, zeros = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    whole = generate_gparam(weight.amin(), weight.amax()) if args.strategy == "tensor_group" else None
+    scales, zeros = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=whole)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+    state |= {} if whole is None else {"weight_global_scale": whole}
     compressor = BaseCompressor.get_value_from_registry(form)
     saved = {key: tensor.contiguous() for key, tensor in compressor.compress(state, scheme).items()}
     return saved, compressor.decompress(dict(saved), scheme)["weight"]
@@ -69,6 +72,8 @@ def main() -> None:
         "int8": compressed(weight, "int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
         "fp8 channels": compressed(weight, "float-quantized", num_bits=8, type="float", strategy="channel"),
         "fp8 tensor": compressed(weight, "float-quantized", num_bits=8, type="float", strategy="tensor"),
+        "packed mxfp4": compressed(weight, "mxfp4-pack-quantized", **MXFP4A16["weights"].model_dump()),
+        "packed nvfp4": compressed(weight, "nvfp4-pack-quantized", **NVFP4A16["weights"].model_dump()),
     }
     vectors = {
         name: {"saved": {key: encoded(t) for key, t in saved.items()}, "value": encoded(value.float())}

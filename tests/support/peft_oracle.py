@@ -18,7 +18,9 @@ class PeftOracle:
 
     def __init__(self, base: Path, adapter: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        images = (base / "preprocessor_config.json").is_file() or (base / "processor_config.json").is_file()
+        auto: Any = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(base, dtype=torch.float32)
         self.model = peft.PeftModel.from_pretrained(model, adapter).eval()
 
     @torch.inference_mode()

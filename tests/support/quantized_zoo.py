@@ -28,6 +28,7 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 def rounded(
@@ -197,6 +198,24 @@ def fp8_blocks(block: int) -> tuple[Config, Write]:
     return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}, write
 
 
+def packed_fp4(form: str, group: int) -> tuple[Config, Write]:
+    strategy = "group" if form == "mxfp4" else "tensor_group"
+    scheme = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, "symmetric": True}
+
+    def write(weight: torch.Tensor) -> Written:
+        if form == "mxfp4":
+            stored, value = mxfp4(weight)
+            return {"weight_packed": stored["blocks"].flatten(-2), "weight_scale": stored["scales"]}, value
+        blocks = weight.unflatten(-1, (-1, group))
+        largest = blocks.abs().amax(-1)
+        whole = 448 * 6 / largest.amax()[None]
+        scales = (largest * whole / 6).to(torch.float8_e4m3fn)
+        codes, value = e2m1(blocks, scales.float() / whole)
+        return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": whole}, value
+
+    return compressed_tensors(f"{form}-pack-quantized", scheme), write
+
+
 CHECKPOINTS = {
     "gptq int4": gptq(4, 32),
     "gptq int4 symmetric channels": gptq(4, -1, symmetric=True),
@@ -213,6 +232,8 @@ CHECKPOINTS = {
     "fp8 channels": fp8_channels("channel"),
     "fp8 tensor": fp8_channels("tensor"),
     "fp8 blocks": fp8_blocks(16),
+    "packed mxfp4": packed_fp4("mxfp4", 32),
+    "packed nvfp4": packed_fp4("nvfp4", 16),
 }
 """Every format that is served, in small groups: `quantization_config`, and the writer of one linear."""
 
@@ -236,3 +257,40 @@ class QuantizedZoo(FormatZoo):
         fields = json.loads((self.base / "config.json").read_text())
         (self.quantized / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
         model.save_pretrained(self.base)
+
+
+class Mxfp4Zoo(FormatZoo):
+    """gpt-oss in its published form in `quantized`, its experts in MXFP4; `base` is its twin."""
+
+    def __init__(self, root: Path, formats: tuple[str, ...] = (), **fields: Any) -> None:
+        super().__init__("gpt_oss", root, formats, **fields)
+        self.quantized = root / "quantized"
+        saved = load_file(self.base / "model.safetensors")
+        model = AutoModelForCausalLM.from_pretrained(self.base)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                stored, value = mxfp4(saved.pop(name).mT)
+                saved |= {f"{name}_{part}": tensor for part, tensor in stored.items()}
+                parameter.data = value.mT.contiguous()
+        self.quantized.mkdir()
+        save_file(saved, self.quantized / "model.safetensors", {"format": "pt"})
+        config = json.loads((self.base / "config.json").read_text())
+        published = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+        (self.quantized / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
+        model.save_pretrained(self.base)
+
+
+def mxfp4(weight: torch.Tensor) -> Written:
+    """Blocks of 32 neighbours of the last dimension, by the OCP Microscaling specification 1.0."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).log2().floor() - 2  # 2: that of the largest number of E2M1
+    codes, value = e2m1(blocks, torch.exp2(exponents))
+    return {"blocks": codes.unflatten(-1, (-1, 16)), "scales": (exponents + 127).to(torch.uint8)}, value
+
+
+def e2m1(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest codes of `blocks` `[..., groups, neighbours]`, two in a byte, and the weight that they represent."""
+    table = torch.tensor(E2M1)
+    codes = (blocks[..., None] / scales[..., None, None] - table).abs().argmin(-1)
+    pairs = codes.flatten(-2).unflatten(-1, (-1, 2)).to(torch.uint8)
+    return pairs[..., 0] | pairs[..., 1] << 4, (table[codes] * scales[..., None]).flatten(-2)

@@ -6,7 +6,6 @@ import torch
 
 from loramux.engine.execution.cuda_graphs import DecodeGraphs, DecoderGraphs, GraphRecorder, ReservedAttention
 from loramux.engine.execution.gpu_runner import GpuRunner
-from loramux_kernels.cuda.work_lists import attention_shapes
 
 
 def recorded(runner: GpuRunner, record: GraphRecorder) -> tuple[DecodeGraphs, DecoderGraphs]:
@@ -14,8 +13,7 @@ def recorded(runner: GpuRunner, record: GraphRecorder) -> tuple[DecodeGraphs, De
     forward, buffers = runner._forward, runner._buffers
     hidden_size = forward.model.config.get_text_config().hidden_size
     with torch.inference_mode():
-        inputs = buffers.padded(1)
-        logits = forward(inputs, None)
-        attention = ReservedAttention(attention_shapes(inputs.batch), buffers)
+        logits = forward(buffers.padded(1), None)
+        attention = ReservedAttention(runner._decoder_graphs._attention.shapes, buffers)
         whole = DecodeGraphs(forward, buffers, attention, record, logits)
         return whole, DecoderGraphs(forward, buffers, attention, record, hidden_size)

@@ -175,6 +175,7 @@ class Harness:
         load_timeout: float = math.inf,
         max_mixed: int = sys.maxsize,
         state_pages: int = 0,
+        token_context: float = math.inf,
     ) -> None:
         """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
         self.pace = pace
@@ -184,7 +185,13 @@ class Harness:
         residency_policy = ResidencyPolicy(max_loading=max_loading, load_timeout=load_timeout)
         self.residency = Residency(self.pool, self.store, self.clock, residency_policy)
         self.scheduler = Scheduler(
-            SchedulerLimits(max_num_seqs, max_tokens, max_model_len=1000, max_mixed_prefill_tokens=max_mixed),
+            SchedulerLimits(
+                max_num_seqs,
+                max_tokens,
+                max_model_len=1000,
+                max_mixed_prefill_tokens=max_mixed,
+                token_context=token_context,
+            ),
             PageBudget(num_pages, block_size, state_pages),
             self.pool,
             self.residency,

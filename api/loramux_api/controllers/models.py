@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,7 +9,7 @@ from litestar import get
 from litestar.di import NamedDependency
 from litestar.params import QueryParameter
 
-from loramux.catalog.pushes.service import PushService, TrainingVersion
+from loramux.catalog.registry.entities import CallableAdapter
 from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
 from loramux.common.identity import Principal
 from loramux.common.units import SECOND
@@ -68,7 +67,6 @@ class ModelController(ApiController):
         adapters: NamedDependency[AdapterService],
         bases: NamedDependency[ServedBases],
         started_at: NamedDependency[int],
-        pushes: NamedDependency[PushService],
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
     ) -> ModelList:
@@ -77,12 +75,10 @@ class ModelController(ApiController):
         `search`: list only models whose name contains this text. `limit`: list at most this many models; without it,
         all.
         """
-        reading, wanted = adapters.queries, (search or "").lower()
+        wanted = (search or "").lower()
         models = [_base(base, started_at) for name, base in bases.items() if principal.may_use(name)]
-        own = await reading.own(principal, wanted.rpartition("/")[2] or None, limit)
-        found = [*own, *await reading.granted(principal)]
-        models += [_adapter(bases, one.name, one.created_at, one.base_model) for one in found]
-        models += _training(bases, await pushes.all(principal))
+        found = await adapters.queries.callable(principal, wanted.rpartition("/")[2] or None, limit)
+        models += [_adapter(bases, one) for one in found]
         models = [one for one in models if wanted in one.id.lower()]
         return ModelList(data=models[:limit])
 
@@ -94,24 +90,20 @@ class ModelController(ApiController):
         adapters: NamedDependency[AdapterService],
         bases: NamedDependency[ServedBases],
         started_at: NamedDependency[int],
-        pushes: NamedDependency[PushService],
     ) -> Model:
         """Return one model by the name in the list."""
         name = name.removeprefix("/")
         if (base := bases.get(name)) and principal.may_use(name):
             return _base(base, started_at)
-        for granted in await adapters.queries.granted(principal):
-            if granted.name == name:
-                return _adapter(bases, name, granted.created_at, granted.base_model)
+        full = name if "/" in name else f"{principal.tenant_name}/{name}"
+        for one in await adapters.queries.callable(principal, limit=0):
+            if one.name == full:
+                return _adapter(bases, one)
         try:
             info = await adapters.queries.get(principal, name)
         except AdapterNotFound:
-            full = name if "/" in name else f"{principal.tenant_name}/{name}"
-            for model in _training(bases, await pushes.all(principal)):
-                if model.id == full:
-                    return model
             raise ModelNotFound(name) from None
-        return _adapter(bases, info.name, info.created_at, info.base_model)
+        return _adapter(bases, CallableAdapter(name=info.name, created_at=info.created_at, base_model=info.base_model))
 
 
 def _base(base: ServedBase, started_at: int) -> Model:
@@ -127,14 +119,14 @@ def _base(base: ServedBase, started_at: int) -> Model:
     )
 
 
-def _adapter(bases: ServedBases, name: str, created_at: int, base_model: str) -> Model:
-    base = bases.of_record(base_model)
+def _adapter(bases: ServedBases, adapter: CallableAdapter) -> Model:
+    base = bases.of_record(adapter.base_model)
     return Model(
-        id=name,
-        created=created_at // SECOND,
-        owned_by=name.partition("/")[0],
-        root=name,
-        parent=base_model if base is None else base.name,
+        id=adapter.name,
+        created=adapter.created_at // SECOND,
+        owned_by=adapter.name.partition("/")[0],
+        root=adapter.version or adapter.name,
+        parent=adapter.base_model if base is None else base.name,
         max_model_len=0 if base is None else base.context,
         input_modalities=[] if base is None else _modalities(base),
     )
@@ -142,14 +134,3 @@ def _adapter(bases: ServedBases, name: str, created_at: int, base_model: str) ->
 
 def _modalities(base: ServedBase) -> list[Modality]:
     return ["text"] if base.images is None else ["text", "image"]
-
-
-def _training(bases: ServedBases, versions: Sequence[TrainingVersion]) -> Iterator[Model]:
-    """Yield training adapters: the newest version under the adapter's name, and older ones under their numbers."""
-    named: set[str] = set()
-    for version in sorted(versions, key=lambda one: (one.adapter, -one.number)):
-        model = _adapter(bases, version.name, version.created_at, version.base_model)
-        if version.adapter not in named:
-            model = msgspec.structs.replace(model, id=version.adapter)
-        named.add(version.adapter)
-        yield model

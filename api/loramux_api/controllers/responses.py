@@ -7,6 +7,7 @@ First the routes; then `ResponseWriter`, which makes the structs of `schemas.res
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -18,14 +19,15 @@ from msgspec import UNSET
 
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.jobs import HeldUnits
 from loramux.common.sampling import given_numbers
 from loramux.common.units import TokenCounts
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux.serving.stored_responses import ResponseStore, ResponseText
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
-from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest, inference_body_bytes
+from loramux_api.auth import platform_of, requires
+from loramux_api.bodies import HELD_BODY, InferenceRequest, hold_more, hold_to_the_end, inference_body_bytes
 from loramux_api.openapi import ApiController, ResponseSpec
 from loramux_api.parameters import PathName, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
@@ -100,12 +102,15 @@ class ResponseController(ApiController):
     ) -> Response[Any]:
         """Answer a conversation with an adapter of yours, or with the base model."""
         keep: Keep | None = None
-        with renamed_fields(FIELDS):
+        memory = HeldUnits(platform_of(inference.request).memory, inference.principal.tenant)
+        with renamed_fields(FIELDS), ExitStack() as begun:
+            begun.callback(memory.release)  # the writer needs no history
             history: list[InputItem] = []
             if responses.is_on:
                 if responses.stores(inference.principal, data.store):
+                    hold_to_the_end(inference.request.scope)
                     keep = partial(_keep, responses, inference.principal, data)
-                history = await _history(responses, inference, data)
+                history = await _history(responses, inference, data, memory)
                 asked = to_request(data, history)
             else:
                 asked = stateless_request(data)
@@ -169,10 +174,13 @@ Keep = Callable[[ResponseObject], Awaitable[bool]]
 """Stores a response; the result says whether it is stored."""
 
 
-async def _history(responses: ResponseStore, inference: Inference, body: ResponseBody) -> list[InputItem]:
-    """Return the items before the input, and replace references in the input by their items.
+async def _history(
+    responses: ResponseStore, inference: Inference, body: ResponseBody, memory: HeldUnits
+) -> list[InputItem]:
+    """Return the items before the input, whose bytes `memory` holds, and replace references in the input by their
+    items, whose bytes are held with the body's.
 
-    Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest.
+    Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest, TooManyBodies.
     """
     principal, completions = inference.principal, inference.completions
     most_bytes = inference_body_bytes(completions.context, completions.image_bytes)
@@ -181,8 +189,14 @@ async def _history(responses: ResponseStore, inference: Inference, body: Respons
         return []
     async with responses.reads.slot(principal.tenant):
         if referred:
-            resolve_references(body, (await responses.items(principal, referred, most_bytes)).values())
-        return [] if previous is None else conversation_of(await responses.history(principal, previous, most_bytes))
+            items = (await responses.items(principal, referred, most_bytes)).values()
+            hold_more(inference.request.scope.get(HELD_BODY), sum(map(len, items)))
+            resolve_references(body, items)
+        if previous is None:
+            return []
+        history = await responses.history(principal, previous, most_bytes)
+        hold_more(memory, sum(map(len, history)))
+        return conversation_of(history)
 
 
 async def _keep(responses: ResponseStore, principal: Principal, body: ResponseBody, response: ResponseObject) -> bool:

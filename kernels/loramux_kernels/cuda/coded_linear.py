@@ -18,7 +18,7 @@ import triton.language as tl
 from loramux_kernels.cuda.e4m3 import from_e4m3
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.mixture import expert_tile
-from loramux_kernels.quantized_weight import TABLES, QuantizedWeight, is_nibbles
+from loramux_kernels.quantized_weight import EXPONENT_SCALES, TABLES, QuantizedWeight, is_nibbles
 
 FEW_ROWS = 16
 BLOCK_INPUTS = 64
@@ -51,6 +51,7 @@ def _code_arguments(weight: QuantizedWeight) -> dict[str, Any]:
         "CODING": weight.coding,
         "IS_TABLE": weight.coding in TABLES,
         "IS_NIBBLES": is_nibbles(weight.coding),
+        "HAS_EXPONENTS": weight.coding in EXPONENT_SCALES,
         "HAS_OFFSETS": weight.offsets is not None,
     }
 
@@ -85,7 +86,8 @@ def prepare_coded_linear(
 def _decoded(
     code_rows: tl.tensor, of_groups: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor,
     k: tl.tensor, inside: tl.tensor, group: tl.tensor,
-    CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the weights float32`[inputs, columns]` of inputs `k`: codes from `code_rows`, scales from `of_groups`."""
     if IS_NIBBLES:
@@ -105,7 +107,13 @@ def _decoded(
     at = of_groups + (k // group)[:, None]
     if HAS_OFFSETS:
         value = value - tl.load(offsets + at, mask=inside, other=0.0)
-    return value * tl.load(scales + at, mask=inside, other=0.0)
+    if HAS_EXPONENTS:
+        # Zero alone stands for 2^-127, a float without an exponent.
+        exponent = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
+        scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + at, mask=inside, other=0.0)
+    return value * scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -113,8 +121,9 @@ def _coded_linear(
     x: tl.tensor, codes: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor, bias: tl.tensor,
     y: tl.tensor, rows: tl.tensor, x_row: tl.tensor, width: tl.tensor, columns: tl.tensor, codes_row: tl.tensor,
     groups: tl.tensor, group: tl.tensor,
-    CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -128,8 +137,9 @@ def _coded_linear(
         is_input = k < width
         inside = is_input[:, None] & is_column[None, :]
         weight = _decoded(
-            code_rows, of_groups, scales, offsets, values, k, inside, group, CODING, IS_TABLE, IS_NIBBLES, HAS_OFFSETS
-        )
+            code_rows, of_groups, scales, offsets, values, k, inside, group,
+            CODING, IS_TABLE, IS_NIBBLES, HAS_EXPONENTS, HAS_OFFSETS,
+        )  # fmt: skip
         tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
         # Triton's default would round float32 inputs to TF32.
         total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")
@@ -190,8 +200,8 @@ def _grouped_coded_linear(
     y: tl.tensor, starts: tl.tensor, x_row: tl.tensor, width: tl.tensor, columns: tl.tensor, codes_row: tl.tensor,
     groups: tl.tensor, group: tl.tensor,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, CODING: tl.constexpr, IS_TABLE: tl.constexpr,
-    IS_NIBBLES: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr,
+    IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     expert, row, is_row = expert_tile(starts, tl.program_id(1), EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS)
     if expert < EXPERTS:
@@ -207,7 +217,7 @@ def _grouped_coded_linear(
             inside = is_input[:, None] & is_column[None, :]
             weight = _decoded(
                 code_rows, of_groups, scales, offsets, values, k, inside, group,
-                CODING, IS_TABLE, IS_NIBBLES, HAS_OFFSETS,
+                CODING, IS_TABLE, IS_NIBBLES, HAS_EXPONENTS, HAS_OFFSETS,
             )  # fmt: skip
             tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
             total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")

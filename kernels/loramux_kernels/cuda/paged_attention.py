@@ -13,6 +13,9 @@ The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Da
 context rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their
 results by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
 
+A row sees tokens up to itself, or up to its end in `AttentionBatch.row_ends`: rows of an image see the image's later
+tokens. A tile then reads up to the largest of its rows' ends.
+
 In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first.
 So the tokens that begin a page have a separate launch, before that of the others. Attention widens a key's codes to the
 query's dtype, which is exact, and multiplies the scores with the pages' scales. Values are multiplied with their scale
@@ -150,17 +153,15 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
 
     Arguments as for the public operator, on a GPU. Rows that belong to no sequence of the batch stay undefined.
     """
-    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
-    run_all(
-        prepare_attention(
-            query, layer, batch, scaling, output, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
-    )
+    output = batch.new_output(query, layer, lse)
+    options: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks, "lse": lse}
+    run_all(prepare_attention(query, layer, batch, scaling, output, **options))
     return output
 
 
@@ -174,18 +175,21 @@ def prepare_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Return the launches that fill `output` `[T, Hq, Dv]`."""
+    """Return the launches that fill `output` `[T, Hq, Dv]` and, if it is given, `lse` `[T, Hq]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
     block_key, block_rest, block_value = _blocks(key_dim, value_dim)
     long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
     repeats = _repeats(query.shape[1] // kv_heads, max(key_dim, value_dim))
     groups = query.shape[1] // kv_heads // repeats
-    shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant)
+    sees_ahead = batch.row_ends is not None
+    shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant, sees_ahead)
     attend: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),
+        "lse": lse,
         "KV_HEADS": shape.kv_heads,
         "GROUPS": shape.groups,
         "VALUE_DIM": value_dim,
@@ -194,6 +198,7 @@ def prepare_attention(
         "key_cache": layer.key,
         "value_cache": layer.value,
         "block_table": batch.block_table,
+        "row_ends": batch.row_ends,
         "sinks": sinks,
         "scaling": scaling,
         "softcap": softcap,
@@ -258,18 +263,18 @@ def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp
     return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
 
-def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> int:
+def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_ahead: bool) -> int:
     """Return Triton's number of pipeline stages.
 
     A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
     block is loaded while another is multiplied; three stages make one buffer. High tiles are limited by their products
     and have no free registers. A kernel for keys and values of different widths on sm_90 has none either. In FP8 all
-    but the highest tiles have room for two buffers.
+    but the highest tiles have room for two buffers, and none has if rows have separate ends.
     """
     if dtype == torch.float32:
         return 1
     if is_fp8:
-        return 5 if rows <= 32 else 3
+        return 1 if sees_ahead else 5 if rows <= 32 else 3
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
@@ -289,7 +294,7 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
     }
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == attend["BLOCK_VALUE"]
-    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
+    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, attend["row_ends"] is not None)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
     warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
     return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)
@@ -297,8 +302,9 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
 
 @triton.jit
 def _attend(
-    query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, partial_output: tl.tensor,
-    partial_lse: tl.tensor, arrivals: tl.tensor, work: tl.tensor, block_table: tl.tensor, sinks: tl.tensor,
+    query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, lse: tl.tensor,
+    partial_output: tl.tensor, partial_lse: tl.tensor, arrivals: tl.tensor, work: tl.tensor, block_table: tl.tensor,
+    row_ends: tl.tensor, sinks: tl.tensor,
     scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
     key_page: tl.tensor, key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor,
     value_token: tl.tensor, table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor,
@@ -325,6 +331,11 @@ def _attend(
         first_token = tl.load(item + 4)
         stop = tl.load(item + 5)
         partial = tl.load(item + 6).to(tl.int64)
+        position = first_position + tile_row
+        last = position
+        if row_ends is not None:
+            last = tl.load(row_ends + row, mask=has_row, other=0) - 1
+            stop = tl.minimum(stop, tl.max(last, axis=0) + 1)
         query_rows = query + row[:, None] * query_token + (head * GROUPS + member)[:, None] * query_head
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         q_rest = None
@@ -354,13 +365,13 @@ def _attend(
         pages = block_table + tl.load(item).to(tl.int64) * table_stride
         sums, total, highest = absorb(
             q, q_rest, sums, total, highest, keys, values, key_scales, value_scales, pages,
-            first_token, seen, first_position + tile_row, scaling, softcap, window,
+            first_token, seen, position, last, scaling, softcap, window,
             key_page, key_token, value_page, value_token, key_scale_page, value_scale_page,
             KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, False,
         )  # fmt: skip
         sums, total, highest = absorb(
             q, q_rest, sums, total, highest, keys, values, key_scales, value_scales, pages,
-            seen, stop, first_position + tile_row, scaling, softcap, window,
+            seen, stop, position, last, scaling, softcap, window,
             key_page, key_token, value_page, value_token, key_scale_page, value_scale_page,
             KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, True,
         )  # fmt: skip
@@ -371,6 +382,9 @@ def _attend(
         if partial < 0:
             out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
             tl.store(out, result.to(output.dtype.element_ty), mask=inside)
+            if lse is not None:
+                place = (row * KV_HEADS + head) * GROUPS + member
+                tl.store(lse + place, (highest + tl.log2(total)) / _LOG2_E, mask=has_row)
         else:
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
@@ -379,29 +393,47 @@ def _attend(
             parts_written += 1
     # A separate loop: in the other one, merging would take registers from attention.
     if parts_written > 0:
-        # All threads have stored their parts before one thread counts them.
-        tl.debug_barrier()
-        for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-            item = work + (task // KV_HEADS + 1) * _ITEM
-            parts = tl.load(item + 9)
-            if parts > 0:
-                first = tl.load(item + 8).to(tl.int64) * KV_HEADS + task % KV_HEADS
-                if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                    tl.store(arrivals + first, 0)
-                    row = tl.load(item + 1).to(tl.int64) + tile_row
-                    has_row = tile_row < tl.load(item + 2)
-                    heads = (task % KV_HEADS * GROUPS + member)[:, None] * VALUE_DIM
-                    merge_partials(
-                        output + row[:, None] * output_token + heads, partial_output, partial_lse, first, parts,
-                        has_row, KV_HEADS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
-                    )  # fmt: skip
+        merge_last_parts(
+            output, lse, partial_output, partial_lse, arrivals, work, tasks, tile_row, member, output_token,
+            KV_HEADS, GROUPS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_last_parts(
+    output: tl.tensor, lse: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, arrivals: tl.tensor,
+    work: tl.tensor, tasks: tl.tensor, tile_row: tl.tensor, member: tl.tensor, output_token: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Count the parts that this program has written, and merge those of each tile that has them all."""
+    # All threads have stored their parts before one thread counts them.
+    tl.debug_barrier()
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        item = work + (task // KV_HEADS + 1) * _ITEM
+        parts = tl.load(item + 9)
+        if parts > 0:
+            head = task % KV_HEADS
+            first = tl.load(item + 8).to(tl.int64) * KV_HEADS + head
+            if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(arrivals + first, 0)
+                row = tl.load(item + 1).to(tl.int64) + tile_row
+                has_row = tile_row < tl.load(item + 2)
+                lses = lse
+                if lse is not None:
+                    lses += (row * KV_HEADS + head) * GROUPS + member
+                heads = (head * GROUPS + member)[:, None] * VALUE_DIM
+                merge_partials(
+                    output + row[:, None] * output_token + heads, lses, partial_output, partial_lse, first, parts,
+                    has_row, KV_HEADS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
+                )  # fmt: skip
 
 
 @triton.jit
 def absorb(
     q: tl.tensor, q_rest: tl.tensor, sums: tl.tensor, total: tl.tensor, highest: tl.tensor, keys: tl.tensor,
     values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, pages: tl.tensor, start: tl.tensor,
-    stop: tl.tensor, position: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor,
+    stop: tl.tensor, position: tl.tensor, last: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor,
     key_page: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_token: tl.tensor,
     key_scale_page: tl.tensor, value_scale_page: tl.tensor,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
@@ -410,6 +442,7 @@ def absorb(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add tokens [start, stop) to (sums, total, highest); MASKED if some row does not see all of them.
 
+    A row at `position` sees tokens up to `last`, which is the position itself except in images.
     `highest` is each row's largest score so far, in units of log 2; `total` and `sums` are relative to `highest`.
     """
     d = tl.arange(0, BLOCK_KEY)
@@ -439,7 +472,7 @@ def absorb(
         # exp(x) = exp2(x * log2(e)), and GPUs have an instruction for exp2.
         scores *= _LOG2_E
         if MASKED:
-            visible = exists[None, :] & (token[None, :] <= position[:, None])
+            visible = exists[None, :] & (token[None, :] <= last[:, None])
             if window is not None:
                 visible &= token[None, :] > position[:, None] - window
             scores = tl.where(visible, scores, _NEVER)
@@ -464,8 +497,8 @@ def absorb(
 
 @triton.jit
 def merge_partials(
-    outputs: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, first: tl.tensor, parts: tl.tensor,
-    has_row: tl.tensor,
+    outputs: tl.tensor, lses: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, first: tl.tensor,
+    parts: tl.tensor, has_row: tl.tensor,
     KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Join the partial results of one tile of query rows and one kv head, in order; `first` is the place of the first.
@@ -483,15 +516,17 @@ def merge_partials(
         sums = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
         for part in range(parts):
             slot = (first + part * KV_HEADS) * BLOCK_ROWS
-            lse = tl.load(partial_lse + slot + row, mask=has_row, other=_NEVER, cache_modifier=".cg")
+            its_lse = tl.load(partial_lse + slot + row, mask=has_row, other=_NEVER, cache_modifier=".cg")
             results = partial_output + slot * VALUE_DIM + row[:, None] * VALUE_DIM
             result = tl.load(results + e, mask=inside, other=0.0, cache_modifier=".cg")
-            new_highest = tl.maximum(highest, lse)
+            new_highest = tl.maximum(highest, its_lse)
             shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
-            weight = tl.exp2(lse - shift)
+            weight = tl.exp2(its_lse - shift)
             decay = tl.exp2(highest - shift)
             sums = sums * decay[:, None] + result * weight[:, None]
             total = total * decay + weight
             highest = new_highest
         merged = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(outputs + e, merged.to(outputs.dtype.element_ty), mask=inside)
+        if lses is not None:
+            tl.store(lses, (highest + tl.log2(total)) / _LOG2_E, mask=has_row)

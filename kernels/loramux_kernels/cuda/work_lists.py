@@ -311,6 +311,9 @@ class AttentionShape:
     """Rows of a prefill tile: query rows times `groups`."""
     is_invariant: bool = False
     """True if a row's result must not depend on the other rows: tiles have one height, and contexts are not cut."""
+    sees_ahead: bool = False
+    """True if rows may see later tokens (`AttentionBatch.row_ends`). A tile's item then reaches to the end of the
+    context, and the kernel stops at the last token that a row of the tile sees."""
 
     @property
     def short_rows(self) -> int:
@@ -396,7 +399,8 @@ def refill_attention(
 
 def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
     device, spans = batch.block_table.device, np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
-    whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape) if len(tiles)]
+    ranges = None if batch.key_ranges is None else batch.key_ranges.numpy().astype(np.int64)
+    whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape, ranges) if len(tiles)]
     if not whole:
         return ()
     plans = [_cut_contexts(tiles, shape, device) for _, tiles in whole]
@@ -410,30 +414,38 @@ def _table_rows(batch: AttentionBatch) -> Ints | None:
     return None if batch.table_rows is None else batch.table_rows.numpy()
 
 
-def _by_height(spans: Ints, table_rows: Ints | None, shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
+def _by_height(
+    spans: Ints, table_rows: Ints | None, shape: AttentionShape, key_ranges: Ints | None = None
+) -> Iterator[tuple[int, Ints]]:
     """Yield each tile height and the whole-context items of the sequences that take it."""
     is_short = spans[:, 1] - spans[:, 0] <= shape.short_rows // shape.groups
     for rows, taken in zip(shape.heights, (is_short, ~is_short), strict=True):
         numbers = np.flatnonzero(taken)
         tiles = _tiles(spans[numbers], rows, shape)
+        if key_ranges is not None:
+            first, end = key_ranges[numbers[tiles[:, 0]]].T
+            tiles[:, 4] = np.maximum(tiles[:, 4], first)
+            tiles[:, 5] = np.minimum(tiles[:, 5], end)
+            tiles = tiles[tiles[:, 4] < tiles[:, 5]]
         tiles[:, 0] = (numbers if table_rows is None else table_rows[numbers])[tiles[:, 0]]
         yield rows, tiles
 
 
 def _tiles(spans: Ints, rows: int, shape: AttentionShape) -> Ints:
     """Return items of whole contexts, one for each tile of query rows."""
-    start, stop, context = spans.T
+    start, end, context = spans.T
     height = rows // shape.groups
-    owner, offset = cut(stop - start, height)
-    count = np.minimum(height, (stop - start)[owner] - offset)
-    position = (context - (stop - start))[owner] + offset
+    owner, offset = cut(end - start, height)
+    count = np.minimum(height, (end - start)[owner] - offset)
+    position = (context - (end - start))[owner] + offset
     first = np.zeros_like(position)
     if shape.sliding_window is not None:
         first = np.maximum(position - shape.sliding_window + 1, 0)
         if shape.is_invariant:
             # Blocks of tokens then begin at the same tokens, whichever rows are in the tile.
             first -= first % LARGEST_BLOCK
-    columns = (owner, start[owner] + offset, count, position, first, position + count)
+    stop = context[owner] if shape.sees_ahead else position + count
+    columns = (owner, start[owner] + offset, count, position, first, stop)
     nothing = np.zeros_like(first)
     return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first), nothing, nothing))
 

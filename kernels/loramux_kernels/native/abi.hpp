@@ -22,7 +22,7 @@ void on_dtype(int dtype, const Body& body) {
     }
 }
 
-enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3 };
+enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3, MXFP4 = 4, NVFP4 = 5 };
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
@@ -31,9 +31,9 @@ constexpr int MAX_TAPS = 7;
 
 // Packed codes; layouts in coded_linear.cpp.
 struct CodedWeightsAbi {
-    const void* packed;
-    const float *scales, *offsets, *values;  // null: none
-    int64_t width, group, columns;           // columns: of whole panels
+    const void *packed, *scales;     // scales: floats; of MXFP4 bytes s for 2^(s - 127)
+    const float *offsets, *values;   // null: none
+    int64_t width, group, columns;   // columns: of whole panels
 };
 
 struct LoraTableAbi {
@@ -54,6 +54,7 @@ struct KvLayerAbi {
 struct AttentionBatchAbi {
     const int32_t *cu_seqlens, *context_lens, *block_table;
     const int32_t* row_ends;  // one past the last position that a row sees; null: its own
+    const int32_t* key_ranges;  // first and one past the last position that a sequence's rows may see; null: all
     int64_t num_sequences, max_blocks;
 };
 
@@ -64,6 +65,7 @@ struct AttentionAbi {
     int64_t query_row, query_head, num_heads;  // strides in elements
     int64_t sliding_window;                    // 0: none
     float scaling, softcap;                    // 0: none
+    float* lse;                                // [rows, num_heads]; null: not wanted
 };
 
 // A root-mean-square normalisation's parameters.

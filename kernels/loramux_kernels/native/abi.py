@@ -10,7 +10,7 @@ import torch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of dtypes in calls."""
 
-CODINGS = {"int8": 0, "int4": 1, "nf4": 2, "fp4": 2, "fp8": 3}
+CODINGS = {"int8": 0, "int4": 1, "nf4": 2, "fp4": 2, "fp8": 3, "mxfp4": 4, "nvfp4": 5}
 """Codes of weights' codings in calls; nf4 and fp4 share one because both read a table of values."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -56,7 +56,7 @@ class AttentionBatchAbi(ctypes.Structure):
     """Addresses of an AttentionBatch's tensors."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table", "row_ends")),
+        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table", "row_ends", "key_ranges")),
         *((name, c_int64) for name in ("num_sequences", "max_blocks")),
     )
 
@@ -68,6 +68,7 @@ class AttentionAbi(ctypes.Structure):
         *((name, c_void_p) for name in ("query", "output", "sinks")),
         *((name, c_int64) for name in ("query_row", "query_head", "num_heads", "sliding_window")),
         *((name, c_float) for name in ("scaling", "softcap")),
+        ("lse", c_void_p),
     )
 
 

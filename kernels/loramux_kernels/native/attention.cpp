@@ -4,6 +4,7 @@
 // Chunks of context start at multiples of CHUNK whatever the step, and a masked position adds exactly nothing: a row's
 // answer does not depend on the rows beside it, nor on how its prompt was cut.
 #include <atomic>
+#include <cmath>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -99,12 +100,20 @@ class Attention {
         int64_t work = 0;
         for (int64_t s = 0; s < batch.num_sequences; s++) {
             int64_t rows = batch.cu_seqlens[s + 1] - batch.cu_seqlens[s];
-            work += rows * batch.context_lens[s] * layer.num_kv_heads * layer.key_dim;
+            const auto [first_key, end] = keys_of(s);
+            if (first_key >= end) continue;
+            work += rows * (end - first_key) * layer.num_kv_heads * layer.key_dim;
             for (int64_t first = 0; first < rows; first += block)
                 for (int64_t head = 0; head < layer.num_kv_heads; head++)
                     items.push_back({s, head, first, rows - first < block ? rows - first : block});
         }
         return work;
+    }
+
+    // The first and one past the last position that rows of a sequence may see.
+    std::pair<int64_t, int64_t> keys_of(int64_t sequence) const {
+        if (!batch.key_ranges) return {0, batch.context_lens[sequence]};
+        return {batch.key_ranges[2 * sequence], batch.key_ranges[2 * sequence + 1]};
     }
 
     struct Context {
@@ -114,6 +123,7 @@ class Attention {
         int64_t rows;           // of query and head together
         int64_t position;       // of the first query row
         int64_t start, stop;    // of what the rows see; the start a multiple of CHUNK
+        int64_t first_key;      // before it the rows see nothing
         int64_t first_row, head;  // in the packed query
     };
 
@@ -150,18 +160,22 @@ class Attention {
         int64_t first_row = batch.cu_seqlens[item.sequence] + item.first;
         int64_t after = batch.cu_seqlens[item.sequence + 1] - first_row;
         int64_t position = batch.context_lens[item.sequence] - after;
+        const auto [first_key, end] = keys_of(item.sequence);
         int64_t hidden = call.sliding_window > 0 ? position - call.sliding_window + 1 : 0;
+        if (hidden < first_key) hidden = first_key;
         int64_t stop = position + item.count;
         for (int64_t row = first_row; batch.row_ends && row < first_row + item.count; row++)
             if (batch.row_ends[row] > stop) stop = batch.row_ends[row];
+        if (stop > end) stop = end;
         return {(const S*)layer.key + item.head * layer.key_head,
                 (const S*)layer.value + item.head * layer.value_head,
                 item.head,
                 batch.block_table + item.sequence * batch.max_blocks,
                 item.count * heads_per_kv,
                 position,
-                hidden > 0 ? hidden / CHUNK * CHUNK : 0,
+                hidden / CHUNK * CHUNK,
                 stop,
+                first_key,
                 first_row,
                 item.head * heads_per_kv};
     }
@@ -257,8 +271,9 @@ class Attention {
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const int groups = (int)(chunk.tokens + 15) / 16;
         for (int64_t row = 0; row < c.rows; row++) {
-            int64_t position = c.position + row / heads_per_kv - chunk.start, from = 0;
-            if (call.sliding_window > 0 && position >= call.sliding_window) from = position - call.sliding_window + 1;
+            int64_t position = c.position + row / heads_per_kv - chunk.start;
+            int64_t from = c.first_key > chunk.start ? c.first_key - chunk.start : 0;
+            if (call.sliding_window > 0 && position - call.sliding_window >= from) from = position - call.sliding_window + 1;
             int64_t last = position;
             if (batch.row_ends) last = batch.row_ends[c.first_row + row / heads_per_kv] - 1 - chunk.start;
             if (last >= chunk.tokens) last = chunk.tokens - 1;
@@ -332,8 +347,9 @@ class Attention {
 
     void end(const Context& c, Scratch& scratch) const {
         for (int64_t row = 0; row < c.rows; row++) {
-            T* out = (T*)call.output + ((c.first_row + row / heads_per_kv) * call.num_heads + c.head + row % heads_per_kv) *
-                                           layer.value_dim;
+            const int64_t place = (c.first_row + row / heads_per_kv) * call.num_heads + c.head + row % heads_per_kv;
+            T* out = (T*)call.output + place * layer.value_dim;
+            if (call.lse) call.lse[place] = scratch.highest[row] + std::log(scratch.total[row]);
             for (int64_t d = 0; d < layer.value_dim; d += 16) {
                 f32x16 mean = load(scratch.sums + row * padded_value_dim + d) / scratch.total[row];
                 store_first(out + d, mean, layer.value_dim - d);

@@ -2,7 +2,8 @@
 // of `group` neighbouring k. Codes are packed into panels of 32 output columns:
 //
 //     packed[panel][k / E][32][E]      E elements of a column lie side by side, two four-bit codes in a byte
-//     scales[group][columns]           and offsets alike, already multiplied with their scales; whole panels
+//     scales[group][columns]           and offsets alike, already multiplied with their scales; whole panels; floats,
+//                                      of MXFP4 the exponents of powers of two
 //
 // With VNNI integer codes are multiplied as integers: a stretch of a row of x becomes 16-bit integers and a scale of its
 // own, sixteen bits of its largest element, which is finer than bf16, and sums of products are exact. Other codes, and
@@ -35,7 +36,8 @@ struct Output {
 
 struct Weights {
     const uint8_t* packed;
-    const float *scales, *offsets;  // no offsets: null
+    const void* scales;
+    const float* offsets;           // none: null
     const float* values;            // of sixteen codes, where a table says them
     int64_t width, group, columns;  // columns: whole panels
 };
@@ -47,6 +49,20 @@ void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
     if (out.bias) value += load_first(out.bias + column, left);
     store_first((T*)out.y + row * out.ldy + column, value, left);
 }
+
+// The scales of a group of neighbouring k in sixteen columns, as they are held.
+
+struct FloatScales {
+    static f32x16 scales(const Weights& w, int64_t at) { return load((const float*)w.scales + at); }
+};
+
+// A byte s for 2^(s - 127). Zero alone stands for a float without an exponent.
+struct ExponentScales {
+    static f32x16 scales(const Weights& w, int64_t at) {
+        const i32x16 exponents = read_lanes<i32x16>((const uint8_t*)w.scales + at);
+        return bits_of<f32x16>(exponents << 23 | ((exponents == 0) & (1 << 22)));
+    }
+};
 
 // How a row of x is multiplied: as integers with a scale for each stretch, or as it is.
 
@@ -96,13 +112,13 @@ struct Pairs : Integers {
     }
 };
 
-struct Int8 : Pairs {
+struct Int8 : Pairs, FloatScales {
     static constexpr int BITS = 8;
     explicit Int8(const Weights&) {}
     Decoded decode(const uint8_t* w) const { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w)); }
 };
 
-struct Int4 : Pairs {
+struct Int4 : Pairs, FloatScales {
     static constexpr int BITS = 4;
     explicit Int4(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
@@ -111,8 +127,24 @@ struct Int4 : Pairs {
         return _mm512_sub_epi16(pairs, _mm512_set1_epi16(8));
     }
 };
+
+// Floats of 2 bits of exponent and 1 of mantissa: half of an integer each.
+template <class Scales>
+struct E2m1 : Pairs, Scales {
+    static constexpr int BITS = 4;
+    explicit E2m1(const Weights&) {}
+    Decoded decode(const uint8_t* w) const {
+        const __m128i twice = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+        const __m128i nibble = _mm_set1_epi8(15), bytes = _mm_loadu_si128((const __m128i*)w);
+        const __m128i first = _mm_shuffle_epi8(twice, _mm_and_si128(bytes, nibble));
+        const __m128i second = _mm_shuffle_epi8(twice, _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
+        return _mm512_cvtepi8_epi16(
+            _mm256_set_m128i(_mm_unpackhi_epi8(first, second), _mm_unpacklo_epi8(first, second)));
+    }
+    static f32x16 as_floats(Sum sum) { return Pairs::as_floats(sum) * 0.5f; }
+};
 #else
-struct Int8 : Floats {
+struct Int8 : Floats, FloatScales {
     static constexpr int BITS = 8, E = 1;
     typedef f32x16 Decoded;
     explicit Int8(const Weights&) {}
@@ -137,7 +169,7 @@ struct FloatPairs : Floats {
 };
 
 #if !defined(__AVX512VNNI__)
-struct Int4 : FloatPairs {
+struct Int4 : FloatPairs, FloatScales {
     explicit Int4(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
         i32x16 bytes = read_lanes<i32x16>(w);
@@ -147,9 +179,9 @@ struct Int4 : FloatPairs {
 #endif
 
 // Sixteen values that a table says, such as those of NF4.
-struct Table4 : FloatPairs {
+struct TablePairs : FloatPairs {
     f32x16 values;
-    explicit Table4(const Weights& w) : values(load(w.values)) {}
+    explicit TablePairs(const Weights& w) : values(load(w.values)) {}
 #if defined(__AVX512F__)
     Decoded decode(const uint8_t* w) const {  // the permutation reads the lowest four bits only
         __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)w));
@@ -172,8 +204,19 @@ struct Table4 : FloatPairs {
 #endif
 };
 
+template <class Scales>
+struct ScaledTable : TablePairs, Scales {
+    using TablePairs::TablePairs;
+};
+
+typedef ScaledTable<FloatScales> Table4;
+#if !defined(__AVX512VNNI__)
+template <class Scales>
+using E2m1 = ScaledTable<Scales>;
+#endif
+
 // Floats of 4 bits of exponent and 3 of mantissa. Their bits, moved, are a smaller number's of a wider format.
-struct E4m3 : Floats {
+struct E4m3 : Floats, FloatScales {
     static constexpr int BITS = 8, E = 1;
     typedef f32x16 Decoded;
     explicit E4m3(const Weights&) {}
@@ -250,7 +293,7 @@ void multiply_block(const Prepared<Coding>& x, int64_t row, const Weights& weigh
         }
         const int64_t at = start / weights.group * weights.columns + panel * PANEL;
         for (int c = 0; c < 2 * P; c++) {
-            const f32x16 scale = load(weights.scales + at + 16 * c);
+            const f32x16 scale = Coding::scales(weights, at + 16 * c);
             for (int m = 0; m < M; m++)
                 total[m][c] += Coding::as_floats(sums[m][c]) * x.scales[(row + m) * x.stretches + start / STRETCH] * scale;
             if (weights.offsets)
@@ -303,6 +346,8 @@ void on_coding(int coding, const Body& body) {
         case INT4: return body((Int4*)nullptr);
         case TABLE4: return body((Table4*)nullptr);
         case E4M3: return body((E4m3*)nullptr);
+        case MXFP4: return body((E2m1<ExponentScales>*)nullptr);
+        case NVFP4: return body((E2m1<FloatScales>*)nullptr);
     }
 }
 

@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 import msgspec
@@ -37,12 +38,13 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.constraints import INVALID, Constraints
 from loramux.engine.execution.loader import LoadedModel
 from loramux.engine.execution.rank_team import RankedBank, RankedHostKv, RankTeam
-from loramux.engine.execution.runner import CpuRunner, LaunchedStep, Runner
+from loramux.engine.execution.runner import LaunchedStep, Runner
 from loramux.engine.execution.vision import Tower
 from loramux.engine.memory.host_memory import AdapterSource, AdapterTarget, DiskStore, HostCache, HostPages
 from loramux.engine.memory.image_rows import ImageRows, TowerOf
 from loramux.engine.memory.memory import AdapterPins, HostKv, PinLimits
 from loramux.engine.memory.pages import PagePool
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.memory.residency import AdapterStore, Residency, ResidencyPolicy, StoreJob
 from loramux.engine.messages import (
     AdapterRef,
@@ -68,6 +70,22 @@ STATS_INTERVAL_S = 1.0
 """Seconds between two reports with statistics while the engine is busy."""
 SERVICE_INTERVAL_S = 0.25
 """Seconds between two reports with the service of tenants."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Compiling:
+    """A request whose grammar is being compiled."""
+
+    request: Request
+    compiled: Future[LLMatcher]
+    start_by: float
+    """Deadline of the request, by the clock; inf: it has none."""
+
+    def request_at(self, now: float) -> Request:
+        """Return the request with the time that is left to its deadline."""
+        if math.isinf(self.start_by):
+            return self.request
+        return msgspec.structs.replace(self.request, deadline_ms=max(0, int(1000 * (self.start_by - now))))
 
 
 class EngineStore(AdapterStore, Protocol):
@@ -149,8 +167,10 @@ class Engine:
         self._clock = parts.clock
         self._runner = parts.runner
         self._constraints = parts.constraints
-        self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}
+        self._compiling: dict[str, _Compiling] = {}
         """Requests whose grammar is being compiled, by id."""
+        self._compile_deadlines: RankedItems[_Compiling, float] = RankedItems(attrgetter("start_by"))
+        """Requests of `_compiling` whose deadline has not passed, the next deadline first."""
         self._wake = wake
         self.announce: Callable[[StepReport], None] = lambda _: None
         """Called during a step with a report that must be sent before the step runs."""
@@ -180,7 +200,8 @@ class Engine:
                 parts.facts.max_model_len,
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
-                whole_image_tokens=parts.tower.whole_tokens if parts.tower is not None else 0,
+                whole_images=parts.tower is not None and parts.tower.whole_tokens > 0,
+                token_context=parts.facts.token_context or math.inf,
             ),
             budget,
             pool,
@@ -208,7 +229,6 @@ class Engine:
     def _serve_images(self, parts: EngineParts, max_bytes: int) -> ImageRows[torch.Tensor] | None:
         if (tower := parts.tower) is None:
             return None
-        assert isinstance(self._runner, CpuRunner), "images are refused on a GPU"
         assert parts.tower_of is not None, "adapters may change the tower"
         sequences = self.scheduler.state.sequences
 
@@ -263,8 +283,12 @@ class Engine:
         """Seconds to wait for a command or for `wake` before the next step. 0: do not wait; inf: without a limit."""
         if not self._pipeline.is_idle or self._was_commanded:
             return 0.0
-        deadline = math.inf if self._images is None else self._images.next_deadline
-        return max(0.0, min(self.scheduler.next_plan_at, deadline) - self._clock())
+        first = self._compile_deadlines.first()
+        deadlines = (
+            math.inf if self._images is None else self._images.next_deadline,
+            math.inf if first is None else first.start_by,
+        )
+        return max(0.0, min(self.scheduler.next_plan_at, *deadlines) - self._clock())
 
     # commands
 
@@ -292,15 +316,20 @@ class Engine:
             message = f"'{request.constraint.field}' is not supported with this model's tokenizer."
             self.scheduler.refuse(request, EngineFault(INVALID, message, field=request.constraint.field))
         else:
-            compiled = self._constraints.compile(request)
-            self._compiling[request.id] = (request, compiled)
-            compiled.add_done_callback(lambda _: self._wake())
+            now, deadline = self._clock(), self.scheduler.state.policy.deadline_ms(request)
+            start_by = math.inf if deadline is None else now + deadline / 1000.0
+            request = msgspec.structs.replace(request, deadline_ms=deadline)
+            waiting = self._compiling[request.id] = _Compiling(request, self._constraints.compile(request), start_by)
+            if deadline is not None:
+                self._compile_deadlines.put(waiting)
+            waiting.compiled.add_done_callback(lambda _: self._wake())
 
     def cancel(self, request_id: str) -> None:
         """End a request immediately; its pages are free for the next step."""
         self._was_commanded = True
         if (waiting := self._compiling.pop(request_id, None)) is not None:
-            self.scheduler.refuse(waiting[0])
+            self._compile_deadlines.drop(waiting)
+            self.scheduler.refuse(waiting.request)
         elif self._images is not None and (request := self._images.cancel(request_id)) is not None:
             self.scheduler.refuse(request)
         else:
@@ -358,14 +387,21 @@ class Engine:
             self.announce(StepReport([TokenEvent(request_id=request_id, is_worked_on=True)]))
 
     def _add_compiled(self) -> None:
-        """Queue the requests whose grammar has been compiled."""
-        for request, compiled in [waiting for waiting in self._compiling.values() if waiting[1].done()]:
-            del self._compiling[request.id]
+        """Queue the requests whose grammar has been compiled, and end those whose deadline has passed before."""
+        for waiting in [waiting for waiting in self._compiling.values() if waiting.compiled.done()]:
+            del self._compiling[waiting.request.id]
+            self._compile_deadlines.drop(waiting)
             assert self._constraints is not None, "it compiles"
-            if fault := self._constraints.begin(request, compiled.result()):
+            request = waiting.request_at(self._clock())
+            if fault := self._constraints.begin(request, waiting.compiled.result()):
                 self.scheduler.refuse(request, fault)
             else:
                 self.scheduler.add(request)
+        while (first := self._compile_deadlines.first()) is not None and first.start_by <= self._clock():
+            self._compile_deadlines.drop(first)
+            if fault := self.scheduler.miss_deadline(first.request):
+                del self._compiling[first.request.id]
+                self.scheduler.refuse(first.request, fault)
 
     def _announce_work(self, step: Step) -> list[str]:
         """Report the requests that the engine begins to work on; return those in the step."""

@@ -95,6 +95,11 @@ class AdapterRef(msgspec.Struct, frozen=True):
     path: str
 
 
+def owner_of(digest: str) -> str:
+    """Return the owner of the weights with this digest in the engine, which ends in the owner's name."""
+    return digest.rpartition("/")[2]
+
+
 class KvIdentity(NamedTuple):
     """The owner of KV: KV that is computed under one identity is never read under another."""
 
@@ -637,6 +642,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The linears' format and floor; None on a GPU."""
     images: bool = False
     """True if prompts may have images."""
+    token_context: float | None = None
+    """Tokens of context whose attention costs a token as much as its products with the weights. A step in which
+    sequences decode takes fewer prompt tokens after a long context; None: it takes as many."""
 
     @property
     def context(self) -> int:

@@ -231,6 +231,7 @@ class EngineGroup:
         }
         self._base = base.name
         self._range = base.engines
+        self._class_deadlines = settings.scheduler.deadlines_ms
         self._scaler: Autoscaler | None = None
         """Autoscaler; None before the start, and if the number of engines is fixed."""
         self._runs: dict[str, Run] = {}
@@ -382,6 +383,9 @@ class EngineGroup:
             raise EngineDied("no engine serves, and none could be started for longer than a request waits")
         if self._scaler is not None:
             self._scaler.requested(self._now())
+        deadline_ms = getattr(self._class_deadlines, request.service_class)
+        if request.deadline_ms is None and deadline_ms is not None:  # it counts the wait for an engine, too
+            request = msgspec.structs.replace(request, deadline_ms=deadline_ms)
         routed = None
         if len(self._members) > 1:
             tokens, images = request.prompt_token_ids, request.images
@@ -738,14 +742,14 @@ def settings_of_engines(
     `bases` are all bases of the server, whose engines divide the devices' memory.
     """
     every = {other.name: other for other in (*bases, base)}
-    sharing = Counter(device for other in every.values() for device in other.devices)
+    sharing = Counter(device for other in every.values() for devices in other.devices for device in devices)
     engines = {}
     for number in range(base.engines.most):
         engine, num_sharing = settings.engine, 1
         if settings.fleet.launcher == "ray":
             num_sharing = settings.fleet.ray.engines_per_gpu
-        elif not base.engines.addresses and (device := base.devices[number]) != "cpu":
-            num_sharing = sharing[device]
+        elif not base.engines.addresses and base.devices[number] != ("cpu",):
+            num_sharing = max(sharing[device] for device in base.devices[number])
         if base.engines.devices:
             device = base.engines.devices[number % len(base.engines.devices)]
             engine = msgspec.structs.replace(engine, device=device)

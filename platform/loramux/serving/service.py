@@ -160,6 +160,8 @@ class CompletionService:
         Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, NotAllowed, Draining, EngineDown,
         LimitsError, RecordsUnavailable. Its idempotency key may raise IdempotencyMismatch or StillRunning.
         """
+        now = asyncio.get_running_loop().time
+        began = now()
         self.ensure_accepting()
         service_class = service_class_of(principal, asked.service_tier)
         check_depth(asked)
@@ -176,7 +178,7 @@ class CompletionService:
             generation = Generation(
                 opened,
                 outcome,
-                _choices(read, _template(principal, read, id, service_class)),
+                _choices(read, _template(principal, read, id, service_class, now() - began)),
                 read.base.engines,
                 self._usage,
                 is_streamed=asked.is_streamed,
@@ -402,9 +404,12 @@ class CompletionService:
                 continue
 
 
-def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass) -> Request:
-    """Return the engine's request without the fields that differ between choices."""
+def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass, seconds: float) -> Request:
+    """Return the engine's request without the fields that differ between choices. `seconds`: the time since its
+    arrival, which its deadline counts.
+    """
     asked, revision, format = read.asked, read.model.revision, read.format
+    deadline_ms = None if asked.deadline_ms is None else max(1, asked.deadline_ms - round(1000 * seconds))
     return Request(
         id="",
         tenant=principal.tenant,
@@ -412,7 +417,7 @@ def _template(principal: Principal, read: ReadRequest, id: str, service_class: S
         sampling=asked.sampling,
         pooling=cast(Pooling | None, asked.pooling),  # as_answered_by has chosen one
         adapter=AdapterRef(revision.engine_key, str(revision.directory)) if revision else None,
-        deadline_ms=asked.deadline_ms,
+        deadline_ms=deadline_ms,
         group_id=id,
         service_class=service_class,
         weight=float(principal.weight),

@@ -169,7 +169,7 @@ class EngineMeasurement:
         return MeasuredStep(measured[0].work, median(step.seconds for step in measured))
 
     async def _decode_once(self, rows: int, context: int, adapters: Sequence[AdapterRef | None]) -> MeasuredStep:
-        tokens = STEPS + MORE_STEPS + rows * context // self._mixed_tokens
+        tokens = STEPS + MORE_STEPS + int(rows * context * self._cost_after(context / 2) / self._mixed_tokens)
         while True:
             arrived = await self.engine.answer([context] * rows, tokens, adapters)
             began, ended = max(events[0][0] for events in arrived), min(events[-1][0] for events in arrived)
@@ -212,7 +212,9 @@ class EngineMeasurement:
         measured = [step.work.num_sampled for step in decodes][:5][::-1]
         points = []
         for rows in measured:
-            room = (self._longest - STEPS - MORE_STEPS) / (1 + rows / self._mixed_tokens)
+            room = float(self._longest - STEPS - MORE_STEPS)
+            # An upper bound of the cost, because the context of this point is at most `LONG` and `room`.
+            room /= 1 + rows * self._cost_after(min(LONG, room) / 2) / self._mixed_tokens
             points.append((rows, int(min(LONG, room, affordable / rows, self._pool_tokens / rows))))
         return [(rows, context) for rows, context in points if context >= 8 * SHORT]
 
@@ -257,8 +259,13 @@ class EngineMeasurement:
 
     @property
     def _mixed_tokens(self) -> int:
-        """Tokens of prompts that a step takes at least while sequences decode."""
+        """Tokens of prompts without context that a step takes at least while sequences decode."""
         return self.engine.facts.limits.max_mixed_prefill_tokens
+
+    def _cost_after(self, context: float) -> float:
+        """Return how many tokens without context one token after `context` tokens counts as in such a step."""
+        unit = self.engine.facts.token_context
+        return 1.0 if unit is None else 1.0 + context / unit
 
     @property
     def _pool_tokens(self) -> int:

@@ -179,5 +179,5 @@ def _rank_lines(found: Plan, *, is_shared_by_ranks: bool) -> list[str]:
         f"{memory.pages:,} pages, or {memory.adapters:,} adapters of rank {ADAPTER_RANK}, {where}",
     ]
     if memory.num_ranks > 1 and not is_shared_by_ranks:
-        lines.append("# Ranks are served on CPUs only so far: on GPUs this plan cannot be run yet.")
+        lines.append("# Engines of several ranks have not run on GPUs yet: the time of their sums is assumed.")
     return lines

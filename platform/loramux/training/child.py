@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -48,6 +49,8 @@ from loramux.training.protocol import (
     Saved,
     Work,
 )
+from loramux_adapters.base import auto_class, served_config
+from loramux_adapters.families import OTHER_INPUTS, reads_other_inputs
 
 PR_SET_PDEATHSIG = 1
 BATCH_SIZE = 8
@@ -405,29 +408,50 @@ def _at_once(batch_size: int, longest: int) -> int:
 def _model(work: Work) -> Any:
     """Return the base with a trainable adapter."""
     import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(work.options.seed)
     # the adapter is trained in float32 on both devices; a base that does not change needs no more than bfloat16
     dtype = torch.bfloat16 if work.device == "cuda" else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(work.model_dir, dtype=dtype).to(work.device)
+    config = served_config(Path(work.model_dir))
+    base = auto_class(config).from_pretrained(work.model_dir, config=config, dtype=dtype).to(work.device)
+    # examples are text, which trains none of a vision tower's modules: pairs on them would cost memory and do nothing
+    has_other_inputs = any(reads_other_inputs(f"{name}.") for name, _ in base.named_modules())
     if work.adapter is not None:
-        return PeftModel.from_pretrained(base, work.adapter, is_trainable=True)
+        return _with_adapter(base, work.adapter)
     lora = work.options.lora
     targets = lora.target_modules
-    config = LoraConfig(
+    adapter = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=f".*{OTHER_INPUTS.pattern}.*" if has_other_inputs else None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
     try:
-        return get_peft_model(base, config)
+        return get_peft_model(base, adapter)
     except ValueError as error:
         raise CannotTrain("invalid_lora", f"PEFT refuses `lora`: {error}", "lora") from None
+
+
+def _with_adapter(base: Any, folder: str) -> Any:
+    """Return the base with the adapter in `folder`, trainable."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # PEFT only warns, and the training would begin anew: of a multimodal base the text alone has other names
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(base, folder, is_trainable=True)
+        except UserWarning:
+            raise CannotTrain(
+                "unsupported_adapter",
+                "The names of this adapter's modules are not those of the base in transformers, so that a job cannot "
+                "go on from it. Train on the base.",
+                "model",
+            ) from None
 
 
 def _diverged(step: int) -> CannotTrain:

@@ -8,13 +8,20 @@ import torch
 from loramux_kernels.cuda.coded_linear import FEW_ROWS, grouped_coded_linear
 from loramux_kernels.mixture import grouped_linear_reference
 from loramux_kernels.packed_linear import PackedLinear
-from loramux_kernels.quantized_weight import QuantizedWeight, joined, pack_nibbles, table_of
+from loramux_kernels.quantized_weight import (
+    EXPONENT_SCALES,
+    QuantizedWeight,
+    is_nibbles,
+    joined,
+    pack_nibbles,
+    table_of,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp4", "fp8"])
+@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"])
 def test_coded_linear_of_ragged_shapes_equals_the_dequantized_weight(device, coding: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for rows, width, out_features, group, has_offsets, is_ordered in (
@@ -37,7 +44,7 @@ def test_coded_linear_of_ragged_shapes_equals_the_dequantized_weight(device, cod
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("coding", ["int8", "nf4"])
+@pytest.mark.parametrize("coding", ["int8", "nf4", "mxfp4"])
 @pytest.mark.parametrize("tokens", [5, 120], ids=["few rows", "many rows"])
 def test_grouped_coded_linear_equals_the_dequantized_weights(device, coding, dtype, tokens: int) -> None:
     """Ragged widths, an expert without a row, and rows that only pad, with biases and without."""
@@ -60,13 +67,23 @@ def test_grouped_coded_linear_equals_the_dequantized_weights(device, coding, dty
         torch.testing.assert_close(y[:live].double(), wanted[:live], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def test_mxfp4_every_byte_is_multiplied_exactly_with_the_least_and_the_largest_scales(device) -> None:
+    scales = torch.tensor([0, 1, 2, 3, 126, 127, 128, 251, 252], device=device)
+    codes = torch.arange(256, device=device).to(torch.uint8).repeat(len(scales), 1)
+    weight = QuantizedWeight("mxfp4", codes, scales.to(torch.uint8)[:, None].repeat(1, 16), 32, 512)
+    linear = PackedLinear([weight], [None])
+    assert torch.equal(linear(torch.eye(512, device=device)), weight.dequantize().T)
+
+
 def random_weight(coding, out, width, group, has_offsets, order, device) -> QuantizedWeight:
-    is_four_bits = coding in ("int4", "nf4", "fp4")
+    is_four_bits = is_nibbles(coding)
     codes = torch.randint(0, 16 if is_four_bits else 256, (out, width), device=device)
     if coding == "fp8":
         codes[codes & 127 == 127] = 3  # not finite
     codes = codes.to(torch.uint8)
     largest = {"int8": 128, "int4": 8, "fp8": 448}.get(coding, 1) * width**0.5
     scales = (torch.rand(out, -(-width // group), device=device) + 0.5) / largest
+    if coding in EXPONENT_SCALES:
+        scales = torch.randint(119, 123, scales.shape, device=device).to(torch.uint8)
     offsets = torch.randint(-3, 3, scales.shape, device=device).float() if has_offsets else None
     return QuantizedWeight(coding, pack_nibbles(codes) if is_four_bits else codes, scales, group, width, offsets, order)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, Shape, expected, make_case
+from attention_cases import Case, Shape, check_ranges, expected, make_case, with_images
 from fp8_cache import in_fp8
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +87,15 @@ def test_attention_cut_through_the_newest_tokens_equals_the_reference(device, co
     check(make_case([(32, context)], torch.float32, Shape(1, 1, 16, 16)), device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_attention_over_ranges_of_keys_joined_equals_the_reference(device, dtype, is_latent):
+    """Ranges of the last sequence are cut and merged."""
+    shape = Shape(16, 1, 40, 32, has_values_in_keys=True) if is_latent else Shape(4, 1, 32, 16)
+    case = make_case([(1, 70), (5, 130), (40, 300), (1, 1500)], dtype, shape).to(device)
+    check_ranges(case, paged_attention, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
 def test_attention_sliding_window_equals_the_reference(device, window):
     check(make_case([(1, 200), (70, 190)], torch.float32), device, window=window)
@@ -141,6 +150,16 @@ def test_attention_takes_pages_beyond_32_bits(device):
     assert torch.equal(paged_attention(case.query, KvLayer(*views), away, 0.25), paged_attention(*args))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_attention_of_images_both_ways_equals_the_reference(device, dtype, window):
+    """Images over several tiles and blocks of context, begun in an earlier step, next to each other, in cut contexts;
+    next to prompts and decoding rows without images."""
+    case = make_case([(1, 129), (150, 150), (40, 90), (37, 37), (30, 700)], dtype, Shape(10, 2, 24, 40))
+    images = [(1, 5, 90), (1, 90, 91), (1, 91, 150), (2, 30, 70), (3, 36, 37), (4, 675, 690)]
+    check(with_images(case, images), device, window)
+
+
 def first_spans(case: Case, count: int) -> np.ndarray:
     return np.array(case.batch.spans[:count], dtype=np.int64).reshape(-1, 3)
 
@@ -193,6 +212,33 @@ def test_attention_reserved_tables_of_every_height_serve_prompts_with_decoding(d
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output[:stop].cpu().double(), wanted[:stop], rtol=tolerance, atol=tolerance)
         assert output[stop:].isnan().all()
+
+
+def test_attention_reserved_tables_serve_images_of_one_step_after_another(device):
+    """The ends of rows are data at a fixed address too; a step without images has other launches for the same batch."""
+    case = make_case([(37, 37), (1, 600), (40, 290)], torch.float32)
+    steps = [with_images(case, [(0, 3, 30), (2, 240, 288)]), with_images(case, [(0, 0, 37), (2, 285, 290)])]
+    case, rows = case.to(device), len(case.query)
+    ends = torch.zeros(rows, dtype=torch.int32, device=device)
+    batch = dataclasses.replace(case.batch, row_ends=ends)
+    shapes = [AttentionShape(2, 2, None, 16, sees_ahead=ahead) for ahead in (True, False)]
+    memory = StagedMemory(1 << 16, device)
+    for shape in shapes:
+        attach_attention(batch, shape, reserve_attention(shape, 3, rows, 12, memory))
+    output = torch.full((rows, 4, 16), float("nan"), device=device)
+    launches = prepare_attention(case.query, case.layer, batch, 0.25, output)
+    for one in steps:
+        ends.copy_(one.batch.row_ends)
+        refill_attention(plan_attention(batch, shapes[0]), first_spans(case, 3), None, shapes[0])
+        memory.send()
+        for launch in launches:
+            launch.run()
+        torch.testing.assert_close(output.cpu().double(), expected(one, 0.25, None, None, None), rtol=1e-5, atol=1e-5)
+    refill_attention(plan_attention(batch, shapes[1]), first_spans(case, 3), None, shapes[1])
+    memory.send()
+    for launch in prepare_attention(case.query, case.layer, batch.causal, 0.25, output):
+        launch.run()
+    torch.testing.assert_close(output.cpu().double(), expected(case, 0.25, None, None, None), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,9 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 from adapter_zoo import Asked, Zoo, make_engine, serve
+from listening import until_true
 from manual_clock import ManualClock
 from scheduler_harness import Harness
 
+from loramux.engine.memory import host_memory
 from loramux.engine.memory.host_memory import DiskStore, HostCache, LoaderThreads
 from loramux.engine.memory.residency import AdapterState
 from loramux.engine.messages import AdapterRef
@@ -97,6 +100,33 @@ def test_loader_thread_that_hangs_is_replaced_and_writes_nothing_later() -> None
     while isinstance(threads.submit("hung", lambda: "again", written.append).exception(20), TimeoutError):
         ended.wait(0.01)
     assert written == ["in time", "again"]
+    threads.close()
+
+
+@pytest.mark.parametrize("owners", [("a", "b", "c", "d"), ("a",) * 8], ids=["four", "one"])
+def test_loads_from_storage_that_hangs_delay_no_loads_of_other_owners(
+    monkeypatch: pytest.MonkeyPatch, owners: tuple[str, ...]
+) -> None:
+    """Neither those of many owners, nor the many of one, which has no more threads than there are without others."""
+    monkeypatch.setattr(host_memory, "STUCK_SECONDS", 0.02)
+    threads, go_on, begun = LoaderThreads("test", 4, ManualClock(0.0)), Event(), list[int]()
+
+    def hang(number: int) -> int:
+        begun.append(number)
+        assert go_on.wait(60)
+        return number
+
+    hanging = [
+        threads.submit(f"{number}/{owner}", partial(hang, number), lambda found: found)
+        for number, owner in enumerate(owners)
+    ]
+    for number in range(3):
+        assert threads.submit(f"{number}/other", lambda: "in time", lambda found: found).result(30) == "in time"
+    until_true(lambda: len(begun) >= 4)
+    assert sorted(begun) == [0, 1, 2, 3]
+    go_on.set()
+    assert [job.result(30) for job in hanging] == list(range(len(owners)))
+    assert threads.submit("last/other", lambda: "still", lambda found: found).result(30) == "still"
     threads.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from preempting import preempting
 from scheduler_harness import decoding
 from tiny_base import byte_tokenizer, make_base
 
+from loramux.common.settings.serving import ClassDeadlines
+from loramux.constraints.grammars import compile_grammar
 from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution import constraints as compiling
 from loramux.engine.execution.constraints import (
     MAX_COMPILED_OF_TENANT,
     Constraints,
@@ -356,6 +360,41 @@ def test_engine_cancels_a_request_whose_grammar_is_being_compiled(base: Path) ->
     (event,) = engine.step().events
     assert (event.finish_reason, event.count.tokens.total) == ("cancelled", 0)
     assert engine.is_idle
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_deadline_ends_a_request_whose_grammar_is_being_compiled_without_a_command_or_a_wake_up(
+    base: Path, monkeypatch: pytest.MonkeyPatch, of_class: bool
+) -> None:
+    """Unless a choice of its group has begun: then the deadline ends none."""
+    go_on, woken = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(compiling, "compile_grammar", lambda *of: (go_on.wait(60), compile_grammar(*of))[1])
+    loaded, settings = load(base)
+    deadlines = ClassDeadlines(standard=200) if of_class else ClassDeadlines()
+    scheduler = msgspec.structs.replace(settings.scheduler, deadlines_ms=deadlines)
+    settings = msgspec.structs.replace(settings, scheduler=scheduler)
+    engine = build_engine(loaded, settings, wake=woken.release)
+    late = msgspec.structs.replace(request("late", "ab"), deadline_ms=None if of_class else 200)
+    begun = msgspec.structs.replace(request("begun", "ab"), group_started=True, deadline_ms=200)
+    events: list[TokenEvent] = []
+    try:
+        engine.submit(late)
+        engine.submit(begun)
+        while not events:
+            assert engine.wait_seconds < 1
+            woken.acquire(timeout=engine.wait_seconds)
+            report = engine.step()
+            events += report.events if report else []
+        assert [(event.request_id, event.fault.code) for event in events] == [("late", "deadline_exceeded")]
+        assert engine.stats().missed_deadlines == 1
+        go_on.set()
+        while not engine.is_idle:
+            report = engine.step()
+            events += report.events if report else []
+        assert text([event for event in events if event.request_id == "begun"]) == "ab"
+    finally:
+        go_on.set()
+        engine.close()
 
 
 def test_load_tokenizer_without_files_is_none(tmp_path: Path) -> None:

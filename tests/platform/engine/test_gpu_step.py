@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapter_zoo import Zoo
 from delayed_runner import late_engine
+from msgspec.structs import replace
 from scheduler_harness import decoding
 
 from loramux.common.settings.file import Settings
@@ -32,7 +33,8 @@ from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows
 from loramux.engine.execution.runner import StepGraphs, StepInputs, pack
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.step_buffers import NUM_PATCHES, StepBuffers
-from loramux.engine.messages import Request, SamplingParams
+from loramux.engine.execution.vision import ImageEffects
+from loramux.engine.messages import ImageInput, Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape, plan_states
@@ -96,6 +98,26 @@ def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> N
     assert inputs.input_ids.data_ptr() == fixed.input_ids.data_ptr()
 
 
+def test_step_buffers_hold_places_of_tokens_and_ends_of_rows_next_to_steps_without_images() -> None:
+    """An image of two lines of two tokens after the first token, and text after it."""
+    effects = ImageEffects(has_places=True, layers_ahead="in every layer")
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU, effects=effects)
+    fixed = buffers.padded(6, with_ends=True)
+    image = ImageInput(digest="d", patches=b"", grid=(1, 4, 4), start=1, num_tokens=4)
+    seen, text = sequence(prompt=(1, 2, 2, 2, 2, 3)), sequence("q", (6, 7))
+    seen.request = replace(seen.request, images=(image,))
+    step = Step.ordered((Chunk(seen, 0, 6, -1),))
+    inputs = buffers.fill(pack(step, 2, 0, buffers.block_tables, effects))
+    buffers.send(np.zeros((2, 0), dtype=np.int64), None)
+    assert inputs.position_ids.tolist() == [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
+    assert fixed.position_ids.tolist() == inputs.position_ids.tolist()
+    assert fixed.batch.row_ends is not None
+    assert fixed.batch.row_ends.tolist() == [1, 5, 5, 5, 5, 6]
+    inputs = filled(buffers, decode(text))
+    assert inputs.batch.row_ends is None
+    assert fixed.position_ids.tolist() == 3 * [[1, 0, 0, 0, 0, 0]]
+
+
 def test_step_buffers_keep_the_pages_of_states_next_to_those_of_kv() -> None:
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU, state_pages=2)
     fixed = buffers.padded(4).batch
@@ -137,6 +159,22 @@ def test_block_tables_send_the_pages_that_changed_alone() -> None:
     assert table_of(buffers, step)[0] == [-7, -7, 9], "the others are there already"
     shrinks.pages = [4]
     assert table_of(buffers, step)[1] == [4]
+
+
+def test_step_for_other_ranks_has_the_pages_that_changed_instead_of_tables() -> None:
+    """Tables are as large as all contexts; each rank keeps its own, and has the same pages in the same rows."""
+    first, other = (StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU) for _ in range(2))
+    step = decode(sequence("a", (1, 2)), sequence("b", (1, 2, 3)))
+    packed = pack(step, 2, 0, first.block_tables).for_other_ranks()
+    assert packed.block_table.size == packed.state_tables.size == 0
+    batch = other.fill(packed).batch
+    other.send(np.zeros((2, 0), dtype=np.int64), None)
+    assert batch.table_rows is not None
+    rows = batch.block_table[batch.table_rows].tolist()
+    assert [row[: len(chunk.sequence.pages)] for row, chunk in zip(rows, step.chunks, strict=True)] == [
+        [5, 6],
+        [5, 6, 7],
+    ]
 
 
 def test_block_tables_give_rows_of_absent_sequences_to_others() -> None:

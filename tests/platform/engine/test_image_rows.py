@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import scheduler_harness
 
-from loramux.engine.memory.image_rows import MAX_AHEAD, MAX_READS, NICENESS, ImageRows
+from loramux.engine.memory.image_rows import MAX_AHEAD, MAX_READS, MAX_READS_OF_TENANT, NICENESS, ImageRows
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.memory.residency import Inspected, StoreJob
@@ -280,6 +280,22 @@ def test_reads_for_the_tower_are_few_and_a_request_with_rows_waits_for_none_of_t
     assert harness.advance() == []
     assert list(harness.rows._reads) == names[2:], "nothing waits for the read of the cancelled request"
     harness.rows.close()
+
+
+def test_reads_for_the_tower_that_hang_leave_room_for_those_of_other_tenants(harness: Harness) -> None:
+    """Also those of requests that were cancelled since, which end no read."""
+    names = [f"r{i}" for i in range(MAX_READS_OF_TENANT + 2)]
+    harness.store.sizes.update(dict.fromkeys([*names, "other"], 2))
+    harness.encoder.slow = {name: StoreJob() for name in names}
+    for name in names:
+        harness.submit(name, "slow", name, adapter=name)
+        harness.inspect(ON_THE_TOWER)
+        assert harness.advance() == []
+        assert harness.rows.cancel(name) is not None
+    assert list(harness.rows._reads) == names[:MAX_READS_OF_TENANT]
+    harness.submit("other", "other", "one", adapter="other")
+    harness.inspect(ON_THE_TOWER)
+    assert harness.compute() == ["other"]
 
 
 def test_requests_of_an_adapter_that_is_not_served_end_with_its_reason(harness: Harness) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 import transformers
 from adapter_zoo import Asked, Zoo, load
 from eager_drafts import draft_always
-from image_prompts import PAD, ImageZoo, Pictured, picture, save_processor
+from image_prompts import PAD, RECIPES, ImageZoo, Pictured, mixed_prompts, picture, save_processor, serve
 from msgspec.structs import replace
 from preempting import preempting
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.common.settings.serving import ClassDeadlines
 from loramux.engine.engine import Engine, build_engine
@@ -60,8 +62,6 @@ def without(*left_out: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in OTHER_TEXTS else name for name in found]
 
 
-TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
-RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
 ON_THE_TOWER: dict[str, dict[str, object]] = {
     "tower": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "eyes": {
@@ -84,44 +84,6 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for seed, (name, recipe) in enumerate((RECIPES | ON_THE_TOWER).items()):
         made.make_adapter(name, recipe, seed)
     return ImageZoo(made)
-
-
-def serve(zoo: ImageZoo, engine: Engine, asked: list[Any], arrivals: list[int] | None = None) -> dict[str, list[int]]:
-    """Run the requests to their ends; the i-th arrives before step `arrivals[i]`."""
-    tokens: dict[str, list[int]] = {one.name: [] for one in asked}
-    waiting = sorted(zip(arrivals or [0] * len(asked), range(len(asked)), asked, strict=True))
-    open_requests = set(tokens)
-    turn = 0
-    while open_requests:
-        while waiting and waiting[0][0] <= turn:
-            engine.submit(zoo.request(waiting.pop(0)[2]))
-        report = engine.step()
-        turn += 1
-        for event in report.events if report else []:
-            assert event.finish_reason != "error", event.fault
-            if event.token_id is not None:
-                tokens[event.request_id].append(event.token_id)
-            if event.finish_reason:
-                open_requests.discard(event.request_id)
-    return tokens
-
-
-def mixed_prompts(count: int) -> list[Pictured | Asked]:
-    """Return requests of the base and two adapters, with none to three images of mixed sizes."""
-    sizes = ((8, 8), (40, 12), (17, 33), (24, 24), (9, 60), (30, 20))
-    names = (None, *RECIPES)
-    asked: list[Pictured | Asked] = []
-    for i in range(count):
-        name, adapter, text = f"r{i}", names[i % 3], tuple(range(3 + i, 9 + 2 * i))
-        if i % 4 == 3:
-            asked.append(Asked(name, adapter, text, 7))
-            continue
-        images = [picture(10 * i + k, *sizes[(i + k) % len(sizes)]) for k in range(1 + i % 3)]
-        parts: list[Any] = [text]
-        for k, image in enumerate(images):
-            parts += [image, (20 + k, 21 + i)]
-        asked.append(Pictured(name, adapter, tuple(parts), 7))
-    return asked
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +117,33 @@ def test_chunks_cut_inside_images_and_preemptions_change_no_answer(
     assert stats.preemptions > 0
     assert stats.recomputed_tokens > 0
     assert stats.images_encoded == sum(len(zoo.request(one).images) for one in asked), "once, in spite of preemptions"
+
+
+@pytest.mark.parametrize("zoo", ["qwen3_vl", pytest.param("gemma3_images", marks=pytest.mark.slow)], indirect=True)
+def test_images_over_two_ranks_are_answered_as_transformers_answers_them(
+    zoo: ImageZoo, answers: dict[str, list[int]]
+) -> None:
+    """Rank 0 has computed them, also as an adapter changes the tower."""
+    of_tower = Pictured("tower", "tower", ((5, 6), picture(4, 20, 28), (7, 8)), 5)
+    asked = [*mixed_prompts(6), of_tower]
+    engine = zoo.zoo.engine(max_num_batched_tokens=13, tensor_parallel_size=2)
+    try:
+        assert engine.facts.images
+        served = serve(zoo, engine, asked, [i // 2 for i in range(7)])
+        assert served == {one.name: answers.get(one.name) or zoo.answer(one) for one in asked}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("zoo", without(), indirect=True)
+def test_largest_blank_image_is_one_that_the_tower_computes(zoo: ImageZoo) -> None:
+    """A GPU computes it at start."""
+    loaded, _ = load(zoo.zoo.base)
+    assert loaded.tower is not None
+    image = loaded.tower.blank_image(100)
+    assert loaded.tower.fault_of(image) is None
+    assert 9 <= image.num_placeholders <= 100
+    assert loaded.tower.encode(image).shape[1] == image.num_placeholders
 
 
 @pytest.mark.parametrize("zoo", WHOLE, indirect=True)
@@ -240,8 +229,11 @@ def test_tower_opens_next_to_one_that_hears(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
     assert open_tower(model, tmp_path).whole_tokens == 0
+    assert images_refused(tmp_path, config) is None
+    over_gpus = images_refused(tmp_path, config, over_gpus=True)
+    assert over_gpus == "images are not sent to other GPUs; set engine.tensor_parallel_size = 1"
     config.vision_config = None
-    assert images_refused(tmp_path, config, on_cpu=True, num_ranks=1) == "the checkpoint has no vision tower"
+    assert images_refused(tmp_path, config) == "the checkpoint has no vision tower"
 
 
 @pytest.mark.slow
@@ -316,6 +308,38 @@ def test_tower_computes_one_image_as_transformers_computes_it_next_to_another(zo
         wanted = model.get_image_features(**zoo.pixels_of(asked)).pooler_output[0]
     assert loaded.tower.fault_of(first) is None
     assert torch.allclose(loaded.tower.encode(first)[0], wanted, atol=1e-5)
+
+
+class LargestResult(TorchDispatchMode):
+    """Counts the elements of the largest result of any operator."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **kwargs or {})
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, torch.Tensor):
+                self.num_elements = max(self.num_elements, one.numel())
+        return result
+
+
+@pytest.mark.parametrize("zoo", ["mistral3_images"], indirect=True)
+def test_tower_computes_a_large_image_without_a_number_for_each_pair_of_patches(zoo: ImageZoo) -> None:
+    loaded, _ = load(zoo.zoo.base)
+    assert loaded.tower is not None
+    lines, pixels = 16, np.random.default_rng(1).integers(0, 256, 3 * 64 * 64, dtype=np.uint8)
+    image = ImageInput(
+        digest="d" * 64,
+        patches=pixels.tobytes(),
+        grid=(1, 2 * lines, 2 * lines),
+        start=0,
+        num_tokens=lines * (lines + 1),
+        num_lines=lines,
+    )
+    assert loaded.tower.fault_of(image) is None
+    with LargestResult() as largest:
+        loaded.tower.encode(image)
+    assert largest.num_elements < math.prod(image.grid) ** 2 / 4
 
 
 def test_choices_share_an_image_and_tenants_do_not(zoo: ImageZoo) -> None:
@@ -528,11 +552,10 @@ def until_ended(engine: Engine, name: str) -> list[TokenEvent]:
 @pytest.mark.parametrize(
     ("family", "chosen", "reason"),
     [
-        ("qwen2_5_vl", {"tensor_parallel_size": 2}, "images are served by one rank"),
         ("qwen2_5_vl", {"without": "preprocessor_config.json"}, "the checkpoint holds no preprocessor_config.json"),
         ("mistral3_images", {"without": "processor_config.json"}, "the checkpoint holds no processor_config.json"),
     ],
-    ids=["ranks", "no processor", "no tokens after lines"],
+    ids=["no processor", "no tokens after lines"],
 )
 def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, chosen: dict[str, Any], reason: str

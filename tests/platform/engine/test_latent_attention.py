@@ -1,24 +1,25 @@
-"""Multi-head latent attention over its compressed KV: what pages hold, and which adapters cannot be served so."""
+"""Multi-head latent attention over its compressed KV: what pages hold, activated LoRAs, and contexts in blocks."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from adapter_zoo import FAMILIES, SMALL, Asked, Zoo, load, serve
+from activated_latents import ADAPTERS, ActivatedZoo, asked_of, check
+from adapter_zoo import FAMILIES, ON_RANKS, Asked, Zoo, load, serve, to_request
+from eager_drafts import draft_always
+from preempting import preempting
 
-from loramux.engine.engine import build_engine
+from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import KvLayout, LayerShape, probe_layers
+from loramux.engine.execution.checkpoint import read_config
+from loramux.engine.execution.memory_plan import plan_memory
 from loramux.engine.execution.sharded_checkpoint import empty_model
-from loramux_adapters.base import describe_model
-from loramux_adapters.config import parse_adapter_config
-from loramux_adapters.errors import ConfigRejected
-from loramux_adapters.families import FAMILIES as ROWS
-from loramux_adapters.plan import PlanLimits, plan_adapter
+from loramux_adapters import latent
+from loramux_adapters.base import describe_base
 from loramux_adapters.sharding import Sharding
-from loramux_adapters.weights_file import SafetensorsHeader
 
 LATENT = [name for name, (make, fields) in FAMILIES.items() if "kv_lora_rank" in fields]
 GIB = 1 << 30
@@ -66,14 +67,81 @@ def test_page_holds_the_vectors_that_transformers_caches(tmp_path, family: str) 
         assert mine.value.data_ptr() == mine.key.data_ptr()
 
 
-@pytest.mark.parametrize("family", LATENT)
-def test_activated_lora_on_the_expansion_is_refused_by_name(family: str) -> None:
-    make, fields = FAMILIES[family]
-    with torch.device("meta"):
-        base = describe_model(transformers.AutoModelForCausalLM.from_config(make(**SMALL | fields)))
-    assert ROWS[base.model_type].compresses_kv
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    on_all = parse_adapter_config(json.dumps(config | {"alora_invocation_tokens": [7]}).encode())
-    with pytest.raises(ConfigRejected, match=r"kv_b_proj, which is one product .* Leave kv_b_proj out") as caught:
-        plan_adapter(on_all, SafetensorsHeader({}, {}, 8), base, PlanLimits(max_rank=64))
-    assert (caught.value.code, caught.value.field) == ("field_unsupported", "alora_invocation_tokens")
+@pytest.fixture(scope="module", params=LATENT)
+def zoo(request, tmp_path_factory) -> ActivatedZoo:
+    return ActivatedZoo(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def logprobs_of(zoo: Zoo, engine: Engine, asked: list[Asked]) -> dict[str, list[float]]:
+    """Log probabilities of each request's tokens."""
+    found: dict[str, list[float]] = {request.name: [] for request in asked}
+    for request in asked:
+        engine.submit(to_request(zoo, request, logprobs=0))
+    while not engine.is_idle:
+        report = engine.step()
+        for event in report.events if report else []:
+            assert event.finish_reason != "error", event.fault
+            if event.token_id is not None:
+                found[event.request_id].append(event.logprob)
+    return found
+
+
+@ON_RANKS
+@pytest.mark.parametrize("budget", [9, 64])
+def test_activated_lora_on_the_expansion_in_mixed_batches_answers_as_peft_does(
+    zoo: ActivatedZoo, budget: int, ranks: int
+) -> None:
+    engine = zoo.engine(max_num_batched_tokens=budget, tensor_parallel_size=ranks)
+    asked = asked_of((None, *ADAPTERS))
+    check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
+    engine.close()
+
+
+def test_activated_lora_on_the_expansion_reuses_the_bases_kv(zoo: ActivatedZoo) -> None:
+    engine = zoo.engine(max_num_batched_tokens=64)
+    serve(zoo, engine, asked_of([None]))
+    before = engine.stats().cached_tokens
+    asked = asked_of(["activated"])
+    check(zoo, asked, serve(zoo, engine, asked))
+    assert engine.stats().cached_tokens - before == sum(n // 16 * 16 for n in (50, 9, 32, 0, 39))
+
+
+def test_activated_lora_on_the_expansion_preempted_with_drafts_answers_as_peft_does(zoo: ActivatedZoo) -> None:
+    asked = asked_of((None, *ADAPTERS), turn=3)
+    answers = {request.name: zoo.answer(replace(request, name="")) for request in asked}
+    engine = zoo.engine(max_num_batched_tokens=41)
+    preempting(engine)
+    draft_always(engine.scheduler, lambda own: answers[own.id])
+    assert serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))]) == answers
+    assert engine.stats().preemptions > 0
+    assert engine.stats().accepted_tokens > 5
+
+
+def test_contexts_expanded_in_blocks_give_the_same_logprobs_as_absorbed_ones(zoo: ActivatedZoo, monkeypatch) -> None:
+    """Chunks of 1 to 23 rows, blocks of 7 keys, and both forms in one step."""
+    asked = asked_of((None, *ADAPTERS), turn=4)
+    logprobs, blocks = [], []
+    expanded = latent.LatentLinear._expanded
+
+    def noting(self, latents, slot):
+        blocks.append(len(latents))
+        return expanded(self, latents, slot)
+
+    monkeypatch.setattr(latent.LatentLinear, "_expanded", noting)
+    monkeypatch.setattr(latent, "EXPANDED_KEYS", 7)
+    for least_rows in (1 << 30, 3):
+        monkeypatch.setattr(latent, "LEAST_EXPANDED_ROWS", least_rows)
+        logprobs.append(logprobs_of(zoo, zoo.engine(max_num_batched_tokens=23, prefix_cache=False), asked))
+        assert bool(blocks) == (least_rows == 3)
+    assert max(blocks) == 7
+    for name, mine in logprobs[0].items():
+        assert mine == pytest.approx(logprobs[1][name], abs=2e-5), name
+
+
+def test_memory_plan_counts_the_expansion_of_a_compressed_kv(zoo: ActivatedZoo) -> None:
+    """The linear of each layer once more, and one block: 48 elements a token make 4 heads of 16 and of 12."""
+    sharding = Sharding(read_config(zoo.base), 1)
+    plan = plan_memory(zoo.base, describe_base(zoo.base), sharding, 4, 1 << 20, 16)
+    inputs, outputs = 48, 4 * (16 + 12)
+    assert plan.expansion_bytes == 4 * (3 * inputs * outputs + 512 * (inputs + 2 * outputs))
+    assert plan.total_bytes == plan.weight_bytes + (1 << 20) + plan.expansion_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -90,15 +91,26 @@ def test_plan_is_said_in_one_sentence() -> None:
 
 
 def checkpoint_of_holes(folder: Path, config: PretrainedConfig) -> Path:
-    """Save a checkpoint whose weights take no space on the disk: its file has a header and is otherwise empty."""
+    """Save a checkpoint whose weights take no space on the disk: its file has a header and is otherwise empty.
+
+    If `config` names a quantization, the experts are those of MXFP4.
+    """
     config.architectures = [auto_class(config)._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
     with torch.device("meta"):
         tensors = auto_class(config).from_config(config).state_dict()
-    header, end = {}, 0
+    saved: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, tensor in tensors.items():
-        begin, end = end, end + 2 * tensor.numel()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        if tensor.ndim == 3 and getattr(config, "quantization_config", None):
+            experts, columns, rows = tensor.shape
+            saved[f"{name}_blocks"] = "U8", (experts, rows, columns // 32, 16)
+            saved[f"{name}_scales"] = "U8", (experts, rows, columns // 32)
+        else:
+            saved[name] = "BF16", tuple(tensor.shape)
+    header, end = {}, 0
+    for name, (dtype, shape) in saved.items():
+        begin, end = end, end + math.prod(shape) * (1 if dtype == "U8" else 2)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     path = folder / "model.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -204,16 +216,32 @@ def test_weights_that_are_quantized_on_the_card_are_planned_whole(load_on_card, 
     assert load_on_card(llama_8b, 17 * GB, 16.5 * GB, "int8") is None
 
 
-def test_experts_that_are_unpacked_are_planned_as_they_are_held(load_on_card, tmp_path: Path) -> None:
-    """A mixture of 20B parameters in MXFP4 has files of 14 GB, and takes 40 GB of a GPU."""
+@pytest.fixture(scope="module")
+def gpt_oss_20b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The published checkpoint: transformers' defaults are its sizes but for the numbers of layers and experts."""
     config = GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype="bfloat16")
     config.quantization_config = {"quant_method": "mxfp4"}
-    config.architectures = ["GptOssForCausalLM"]
-    config.save_pretrained(tmp_path)
-    refusal = load_on_card(tmp_path, 24 * GB, 23 * GB)
+    return checkpoint_of_holes(tmp_path_factory.mktemp("gpt-oss-20b"), config)
+
+
+def test_experts_in_mxfp4_are_planned_as_they_are_held(load_on_card, gpt_oss_20b: Path, caplog) -> None:
+    """20.9 billion parameters: 13.8 GB, of which 10.2 GB are experts; in bfloat16 they would take 41.8 GB."""
+    with caplog.at_level(logging.INFO):
+        assert load_on_card(gpt_oss_20b, 16 * GB, 15.9 * GB, max_num_seqs=64, max_num_batched_tokens=256) is None
+    (line,) = (record.message for record in caplog.records if " pool " in record.message)
+    assert "weights 13.8 GB" in line
+    refusal = load_on_card(gpt_oss_20b, 14 * GB, 13.7 * GB)
     assert refusal is not None
-    assert re.search(r"weights (39|4[0-2])\.\d GB", refusal), refusal
-    assert load_on_card(tmp_path, 85 * GB, 84 * GB) is None
+    assert "give a checkpoint of fewer bits, or a larger GPU" in refusal
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_plan_of_ranks_divides_the_experts_in_mxfp4(gpt_oss_20b: Path, size: int) -> None:
+    """In four, 720 inputs a rank are not whole groups of 32: loading repeats the scales of `down_proj`."""
+    sharding = Sharding(read_config(gpt_oss_20b), size)
+    plan = plan_memory(gpt_oss_20b, describe_base(gpt_oss_20b), sharding, 2, 1 << 30, None)
+    assert plan.is_quantized
+    assert size * plan.weight_bytes == pytest.approx(13.76 * GB, rel=0.003)
 
 
 def test_two_engines_on_a_card_get_equal_pools() -> None:

@@ -46,6 +46,41 @@ def test_prompts_with_decoding_rows_have_their_own_limit() -> None:
     assert {c.sequence.id: c.length for c in step.chunks} == {"long": 15, "next": 17}
 
 
+def test_prompt_has_fewer_tokens_with_decoding_rows_after_a_long_context() -> None:
+    """Its attention then counts as much as the tokens that are left out."""
+    harness = Harness(num_pages=200, max_num_seqs=16, max_tokens=200, max_mixed=20, token_context=16.0)
+    harness.submit("row", prompt=2, output=50)
+    harness.step()
+    harness.submit("long", prompt=300, output=1)
+    start, lengths = 0, []
+    for _ in range(8):
+        step = harness.scheduler.plan()
+        (length,) = (chunk.length for chunk in step.chunks if chunk.sequence.id == "long")
+        costs = [count * (1 + (start + count / 2) / 16) for count in (length, length + 1)]
+        assert costs[0] <= 20 < costs[1]
+        start += length
+        lengths.append(length)
+        harness.scheduler.commit(step, answer(step, harness.choose))
+    assert lengths == [13, 9, 7, 6, 5, 5, 5, 4]
+    harness.scheduler.cancel("row")
+    assert [chunk.length for chunk in harness.scheduler.plan().chunks] == [200]
+
+
+def test_prompts_with_decoding_rows_go_on_after_any_context() -> None:
+    """Also if attention to the context of one token costs more than all tokens that the step may have."""
+    harness = Harness(num_pages=200, max_num_seqs=16, max_tokens=200, max_mixed=4, token_context=0.5)
+    harness.submit("row", prompt=2, output=50)
+    harness.step()
+    for name in ("long", "next"):
+        harness.submit(name, prompt=30, output=1)
+    steps = []
+    for _ in range(3):
+        step = harness.scheduler.plan()
+        steps.append({c.sequence.id: c.length for c in step.chunks if c.sequence.id != "row"})
+        harness.scheduler.commit(step, answer(step, harness.choose))
+    assert steps == [{"long": 1, "next": 1}, {"long": 1}, {"long": 1}]
+
+
 def test_limit_of_prompts_with_decoding_rows_follows_the_device() -> None:
     """A step of a CPU is as efficient with 256 rows as with 1,024; a GPU reads 16 GB of weights for the first one, and
     takes twice as long for 512."""
@@ -185,7 +220,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         policy = Policy(background_prefill_tokens=3)
-        self.harness = Harness(num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, max_mixed=4)
+        self.harness = Harness(
+            num_pages=14, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, max_mixed=4, token_context=9.0
+        )
         self.sent: dict[str, int] = {}
         self.serving: dict[str, tuple[int, list[int]]] = {}
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from adapter_zoo import (
     FAMILIES,
     LINEARS,
@@ -26,9 +30,13 @@ from eager_drafts import draft_always
 from preempting import preempting
 
 from loramux.engine.engine import Engine
+from loramux.engine.execution import loader, rank_team, rank_worker
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.rank_team import RankDied
+from loramux.engine.execution.memory_plan import Card
+from loramux.engine.execution.rank_team import RankDied, RankedBank
+from loramux.engine.execution.rank_worker import HandledMessages, InstallAdapter, receive, send
 from loramux_adapters.sharding import WHOLE, CannotShard, rules_of
+from loramux_adapters.weights import AdapterWeights
 
 EVERY_MODEL = [None, *RECIPES]
 OFTEN = ("phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_next")
@@ -138,15 +146,121 @@ def test_ranks_of_int8_weights_are_refused(zoo_of) -> None:
         ranked(zoo_of("llama"), quantization="int8")
 
 
+@pytest.mark.parametrize(
+    ("size", "settings", "said"),
+    [
+        (2, {"device": "cuda:3"}, r"tensor_parallel_size = 2, .* this machine has 4\. Set it to 1 or less"),
+        (3, {"device": "auto"}, r"q_proj has 4 parts, which 3 ranks cannot divide evenly"),
+        (2, {"device": "cuda", "in_process": True}, r"in_process = true, and the ranks .* are processes"),
+    ],
+)
+def test_ranks_on_gpus_are_refused_from_the_config(zoo_of, monkeypatch, size: int, settings: dict, said: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(loader, "RankTeam", lambda _: pytest.fail("ranks are started"))
+    with pytest.raises((UnsupportedModel, CannotShard), match=said):
+        ranked(zoo_of("llama"), size, **{"in_process": False} | settings)
+
+
+def test_ranks_on_gpus_are_planned_on_the_card_of_the_first(zoo_of, monkeypatch) -> None:
+    """Before any rank starts. The step's widest tensors are those of a rank, and so are the weights."""
+    asked = []
+
+    def of(device: torch.device, _: object) -> Card:
+        asked.append(str(device))
+        return Card(str(device), 100_000, 100_000, 0.9, 1)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(Card, "of", of)
+    monkeypatch.setattr(loader, "RankTeam", lambda _: pytest.fail("ranks are started"))
+    with pytest.raises(UnsupportedModel, match=r"on each of 2 ranks, do not fit cuda:1"):
+        ranked(zoo_of("llama"), device="cuda:1", in_process=False, pool_bytes=None)
+    assert set(asked) == {"cuda:1"}
+
+
+def test_install_on_another_rank_waits_for_the_steps_before_it() -> None:
+    """Rank 0 of a GPU does not wait for steps, so another rank may get an install before it has launched them."""
+    installed: list[int] = []
+    handled, (ours, theirs) = HandledMessages(), multiprocessing.Pipe()
+    bank = SimpleNamespace(
+        pool=torch.zeros(1), prepare=lambda weights: weights, install=lambda *_, slot: installed.append(slot)
+    )
+    share = SimpleNamespace(forward=SimpleNamespace(bank=bank))
+    thread = threading.Thread(target=rank_worker._answer, args=(share, handled, theirs))
+    thread.start()
+    send(ours, InstallAdapter(3, "weights", [1], after=2))
+    handled.count_one()
+    assert not ours.poll(0.2)
+    assert installed == []
+    handled.count_one()
+    assert receive(ours) is None
+    assert installed == [3]
+    ours.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class RankOf:
+    """Another rank that notes what it is asked and told."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.num_told = 0
+        self.asked: list[object] = []
+
+    def tell(self, _message: object) -> None:
+        self.num_told += 1
+
+    def ask(self, question: object) -> None:
+        self.asked.append(question)
+
+
+@pytest.mark.parametrize(("is_dropped_late", "after"), [(False, 1), (True, 4)])
+def test_install_comes_after_its_fence_and_after_the_slots_last_adapter(
+    monkeypatch, is_dropped_late: bool, after: int
+) -> None:
+    """A step of the slot's last adapter may be launched after the fence of the load that takes the slot."""
+    monkeypatch.setattr(rank_team, "shard_weights", lambda weights, *_: weights)
+    bank = SimpleNamespace(fence=lambda: None, prepare=lambda _: None, install=lambda *_: 7, drop=lambda slot: None)
+    other = RankOf()
+    ranked_bank = RankedBank(bank, None, SimpleNamespace(others=[other]))
+    if not is_dropped_late:
+        ranked_bank.drop(7)
+    else:
+        other.tell("a step")
+    fence = ranked_bank.fence()
+    other.tell("a step")
+    other.tell("a step")
+    if is_dropped_late:
+        ranked_bank.drop(7)
+    other.tell("a step")
+    weights = object.__new__(AdapterWeights)
+    assert ranked_bank.install(SimpleNamespace(source=weights), [1], fence) == 7
+    assert [question.after for question in other.asked] == [after]
+
+
 def step_for(engine: Engine, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         engine.step()
 
 
-def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
+def test_rank_that_is_killed_ends_the_engine(zoo_of, monkeypatch) -> None:
+    """On a GPU also if the thread of the steps never comes back from the device: here it does not close the engine."""
+    exits = threading.Event()
+
+    def end_thread(_code: int) -> None:
+        exits.set()
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", end_thread)
+    monkeypatch.setattr(rank_team, "END_TIMEOUT_S", 0.5)
     zoo = zoo_of("llama")
     engine = zoo.engine(tensor_parallel_size=2, in_process=False)
+    engine._team._is_on_gpu = True
     others = [other.process for other in engine._team.others]
     with closing(engine):
         asked = Asked("first", "plain", tuple(range(5, 30)), 6)
@@ -158,7 +272,8 @@ def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
         began = time.monotonic()
         with pytest.raises(RankDied, match="rank 1 of the engine was ended by signal 9"):
             step_for(engine, 60)
-    assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 30
+        assert exits.wait(30)
     assert not any(process.is_alive() for process in others)
 
 

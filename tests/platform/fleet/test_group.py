@@ -11,7 +11,7 @@ import pytest
 from scripted_engine import FACTS, ScriptedEngine
 
 from loramux.common.settings.file import Settings
-from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings
+from loramux.common.settings.serving import BaseSettings, ClassDeadlines, EngineRange, EngineSettings, SchedulerSettings
 from loramux.common.units import TokenCounts
 from loramux.engine.client import ENGINE_DIED, EngineDied
 from loramux.engine.messages import (
@@ -20,6 +20,7 @@ from loramux.engine.messages import (
     ModelFacts,
     Request,
     SamplingParams,
+    ServiceClass,
     TenantService,
     TokenEvent,
 )
@@ -152,6 +153,7 @@ def in_fleet(
     in_process: bool = False,
     engines: EngineRange | None = None,
     facts: ModelFacts = FACTS,
+    deadlines: ClassDeadlines | None = None,
 ) -> None:
     """Run `test` over one engine of each kind; those that are started again are ScriptedEngines."""
     lives: list[ScriptedEngine] = []
@@ -168,7 +170,8 @@ def in_fleet(
             engines=engines or EngineRange(min=len(kinds)),
             engine=EngineSettings(in_process=in_process),
         )
-        group = EngineGroup(base, Settings(model=base.model, engine=base.engine), launch)
+        scheduler = SchedulerSettings(deadlines_ms=deadlines or ClassDeadlines())
+        group = EngineGroup(base, Settings(model=base.model, engine=base.engine, scheduler=scheduler), launch)
         assert await group.start() == facts
         try:
             await test(Fleet(group, lives))
@@ -575,6 +578,18 @@ def test_new_request_waits_for_an_engine_that_comes_back_and_no_longer_than_its_
         assert (await fleet.end_of("patient")).finish_reason == "length"
 
     in_fleet(test, ScriptedEngine)
+
+
+def test_deadline_of_a_class_counts_the_wait_for_an_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.lives[0].died.set()
+        await fleet.until(lambda: not fleet.group.alive)
+        fleet.submit("standard")
+        fleet.submit("batch", service_class=ServiceClass.BATCH)
+        assert (await fleet.end_of("standard")).finish_reason == "error"
+        assert (await fleet.end_of("batch")).finish_reason == "length"
+
+    in_fleet(test, ScriptedEngine, deadlines=ClassDeadlines(standard=1))
 
 
 def test_deadline_of_a_request_with_a_token_ends_no_choice_that_waits_for_an_engine() -> None:

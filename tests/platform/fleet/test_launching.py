@@ -135,8 +135,10 @@ def shares_of(*bases: BaseSettings, **fleet: object) -> list[int | None]:
     return [own.engine.engines_per_device for one in engines for own in one.values()]
 
 
-def base_on(name: str, device: str = "auto", engines_per_device: int | None = None, **engines: object) -> BaseSettings:
-    engine = EngineSettings(device=device, engines_per_device=engines_per_device)
+def base_on(
+    name: str, device: str = "auto", engines_per_device: int | None = None, num_ranks: int = 1, **engines: object
+) -> BaseSettings:
+    engine = EngineSettings(device=device, engines_per_device=engines_per_device, tensor_parallel_size=num_ranks)
     return BaseSettings(name=name, path="/model", engine=engine, engines=EngineRange(**engines))
 
 
@@ -153,6 +155,8 @@ def base_on(name: str, device: str = "auto", engines_per_device: int | None = No
         ([base_on("a", min=2, devices=("cuda:1", "cuda:1")), base_on("b", "cuda:1")], [3, 3, 3]),
         ([base_on("a"), base_on("b", addresses=ADDRESSES)], [None, None, None]),
         ([base_on("a", engines_per_device=5), base_on("b")], [5, 2]),
+        ([base_on("a", num_ranks=3), base_on("b", "cuda:2"), base_on("c", "cuda:3")], [2, 2, None]),
+        ([base_on("a", min=2, devices=("cuda:0", "cuda:2"), num_ranks=2)], [None, None]),
     ],
 )
 def test_engines_on_one_gpu_divide_its_memory(bases: list[BaseSettings], shares: list[int | None]) -> None:

@@ -214,7 +214,7 @@ def test_plan_of_a_base_that_fits_only_quantized_or_on_ranks(traffic: Path) -> N
     assert "4 x h100" in out
     assert "weights 18.2 GB, pool 53.8 GB" in out
     assert "on each of an engine's 4 ranks" in out
-    assert "Ranks are served on CPUs only so far" in out
+    assert "Engines of several ranks have not run on GPUs yet" in out
     assert "tensor_parallel_size = 4" in out
     assert "num_attention_heads of 64 cannot be divided among 3 ranks" in run(*command, "3")[2]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +46,7 @@ class PlatformWorld(World):
 
     @asynccontextmanager
     async def _server(self, database: Database) -> AsyncIterator[None]:
+        self.database = database
         self.objects = SimulatedObjects(self.plan)
         self.tenants = Tenants(database, PEPPER)
         self.digests: dict[str, str] = {}
@@ -188,14 +189,27 @@ class PlatformWorld(World):
         if not (bad or gone or unwell or late):
             raise Violation(f"{call} was refused with {error.code}: {error}")
 
+    async def _settle_down(self) -> None:
+        """Wait for the ends of uploads too: one whose client has left is tried again until its checks were unavailable
+        MAX_UNAVAILABLE times, UPLOAD_SECONDS apart.
+        """
+        await super()._settle_down()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                while await self._validating():  # noqa: ASYNC110 (nothing tells that an upload has ended)
+                    await asyncio.sleep(1.0)
+
+    async def _validating(self) -> list[str]:
+        async with self.database.read() as session:
+            return list((await session.scalars(text("SELECT id FROM uploads WHERE state = 'validating'"))).all())
+
     async def _check_records(self, database: Database) -> None:
         await super()._check_records(database)
+        if hanging := await self._validating():
+            raise Violation(f"uploads hang in `validating`: {hanging}")
         async with database.read() as session:
             states = (await session.execute(text("SELECT id, state FROM uploads"))).all()
             ready = (await session.execute(text("SELECT digest FROM revisions WHERE state = 'ready'"))).scalars().all()
-        hanging = [row.id for row in states if row.state == "validating"]
-        if hanging:
-            raise Violation(f"uploads hang in `validating`: {hanging}")
         opened = {row.id for row in states if row.state == "uploading"}
         parts = {name.split("/")[1] for name in self.objects.data if name.startswith("uploads/")}
         if parts - opened and not (self.plan.storage_outages or self.plan.database_outages):

@@ -76,7 +76,8 @@ class Outcome:
 
     call: Call
     request_id: str | None = None
-    accepted_at: float | None = None
+    asked_at: float | None = None
+    """The time from which its deadline counts."""
     ended_at: float | None = None
     error: str | None = None
     left: bool = False
@@ -103,7 +104,7 @@ class Outcome:
     @property
     def is_past_deadline(self) -> bool:
         """Return whether it waited for an engine, without a token, until its deadline: 503, not a lost request."""
-        deadline, began, ended = self.call.deadline_ms, self.accepted_at, self.ended_at
+        deadline, began, ended = self.call.deadline_ms, self.asked_at, self.ended_at
         if deadline is None or began is None or ended is None or self.received:
             return False
         return 1000 * (ended - began) >= deadline - 1
@@ -362,10 +363,10 @@ class World:
     async def _ask(self, outcome: Outcome) -> None:
         call = outcome.call
         principal = self.template.principals[call.tenant]
+        outcome.asked_at = current_loop().time()
         generation = await self.service.begin(principal, self._request(call, self._model_of(call)))
         outcome.generation, outcome.request_id = generation, generation.id
         outcome.replayed = generation.replayed
-        outcome.accepted_at = current_loop().time()
         count = 0
         async for delta in generation:
             if delta.pooled:

@@ -119,6 +119,8 @@ class CallableAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """The time of the adapter's main revision; for another tenant's adapter, the time of the grant."""
     base_model: str
     """The base of the revision with the largest share of the default alias."""
+    version: str | None = None
+    """The version that answers, of a training adapter: `tenant/adapter@12`."""
 
 
 class GrantInfo(msgspec.Struct, frozen=True, kw_only=True):

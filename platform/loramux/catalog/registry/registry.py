@@ -7,7 +7,7 @@ aliases and deletion have separate modules.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -46,7 +46,11 @@ from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.credentials import names_of_actors
 from loramux.data.records.database import Database
 from loramux.data.records.pins import IDLE, UNPINNED, ActivePin, ActivePinRepository, PinRepository
-from loramux.data.records.training_versions import names_of_versions
+from loramux.data.records.training_versions import (
+    TrainingVersionRepository,
+    TrainingVersionRow,
+    names_of_versions,
+)
 from loramux.data.storage.blobs import BlobStore
 
 
@@ -138,23 +142,33 @@ class AdapterQueries:
             names = await names_of_actors(session, {row.granted_by for row in rows}, principal.tenant)
         return [grant_info(row, names.get(row.granted_by)) for row in rows]
 
-    async def own(
+    async def callable(
         self, principal: Principal, search: str | None = None, limit: int | None = None
     ) -> list[CallableAdapter]:
-        """List at most `limit` of the caller's own adapters that it may call, by name. There may be ten thousand.
+        """List the adapters that the caller may call: the tenant's, those of other tenants, and training adapters, each
+        kind by name. A tenant may have ten thousand.
 
-        `search` limits the list to names that contain this text.
+        `search` limits the tenant's adapters to names that contain this text, `limit` to so many.
         """
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
-            found = await access.own(principal.own_adapters(), search, limit)
-        return [CallableAdapter(**row._mapping) for row in found]
+            own = await access.own(principal.own_adapters(), search, limit)
+            granted = await access.granted()
+            pushed = await TrainingVersionRepository(session, principal.tenant).all()
+        found = [CallableAdapter(**row._mapping) for row in (*own, *granted)]
+        found += _training(principal.tenant_name, pushed)
+        return [one for one in found if principal.may_use(one.name.partition("@")[0])]
 
-    async def granted(self, principal: Principal) -> list[CallableAdapter]:
-        """List other tenants' adapters that the caller may call, by name."""
-        async with self._database.read() as session:
-            found = await AccessRepository(session, principal.tenant, principal.tenant_name).granted()
-        return [CallableAdapter(**row._mapping) for row in found if principal.may_use(row.name)]
+
+def _training(tenant_name: str, rows: Sequence[TrainingVersionRow]) -> Iterator[CallableAdapter]:
+    """Yield training adapters: the newest version under the adapter's name, and older ones under their numbers."""
+    newest = ""
+    for row in sorted(rows, key=lambda row: (row.name, -row.number)):
+        adapter = f"{tenant_name}/{row.name}"
+        version = f"{adapter}@{row.number}"
+        name = version if row.name == newest else adapter
+        newest = row.name
+        yield CallableAdapter(name=name, created_at=row.created_at, base_model=row.base_model, version=version)
 
 
 async def _adapter(adapters: AdapterRepository, principal: Principal, name: str) -> AdapterRow:

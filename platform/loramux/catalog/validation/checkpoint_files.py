@@ -78,7 +78,12 @@ class BaseFiles:
             return math.inf
         linears = {f"{name}." for name in self.modules} if self.form is not None else set()
         saved = ((name, info) for file in files for name, info in _infos(file).items())
-        rest = sum(math.prod(info.shape) for name, info in saved if not _belongs(name, linears))
+        # A byte of a block of MXFP4, which transformers unpacks for PEFT, holds two weights.
+        rest = sum(
+            math.prod(info.shape) * (2 if name.endswith("_blocks") else 1)
+            for name, info in saved
+            if not _belongs(name, linears)
+        )
         coded = sum(shape.in_features * shape.out_features for shape in self.modules.values()) if linears else 0
         return 4 * (rest + coded)
 

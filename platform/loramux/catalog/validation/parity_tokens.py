@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ from loramux_adapters.base import (
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
 from loramux_adapters.families import family_of
+from loramux_adapters.latent import rows_expanded
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config, task_of
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import read_header
@@ -385,7 +386,8 @@ def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer
     # Offsets count from the end. PEFT's generate searches for the invocation in the prompt; PEFT's forward searches in
     # the whole input.
     keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
-    return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
+    with rows_expanded(model) if keywords else nullcontext():
+        return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
 
 
 def _generated_logits(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:

@@ -69,7 +69,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """auto (a GPU if there is one), cuda, cuda:N or cpu."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of ranks: processes of this machine that each hold a share of every weight and compute a share of every
-    step. Use several ranks for a base that is too large for one device.
+    step. Use several ranks for a base that is too large for one device. On GPUs each rank has its own: `device` and
+    those after it.
     """
     max_num_seqs: Positive | None = None
     """The largest number of sequences in one step. Unset: 64; 256 on a GPU that gives the engine at least 40 GB."""
@@ -78,8 +79,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     1024; 2048 on a GPU that gives the engine at least 40 GB."""
     max_mixed_prefill_tokens: Positive | None = None
     """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
-    for the step. Unset: 256 on a CPU; 512 on a GPU. A GPU leaves up to a quarter for the next step if the rows of this
-    one then fill tiles of 128."""
+    for the step. Unset: 256 on a CPU; 512 on a GPU. A CPU reads fewer tokens after a long context, whose attention
+    counts too. A GPU leaves up to a quarter for the next step if the rows of this one then fill tiles of 128."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
     """The largest length of a prompt with its answer, in tokens. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
@@ -123,7 +124,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     image_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory for images, as the vision tower has computed them. Images of running requests stay in this
-    memory, and others until it is full. A base without images takes none."""
+    memory, and others until it is full. For a GPU it is pinned, and an image takes the next power of two of bytes. A
+    base without images takes none."""
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads of each rank of the engine. Unset: all threads of the machine, divided among the ranks."""
     linear_format: LinearFormat = "auto"
@@ -198,11 +200,11 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settings of this base's engines. Settings that this table leaves out are as in `[engine]`."""
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """Device of each engine that a server starts for this base; a GPU has one name."""
+    def devices(self) -> tuple[tuple[str, ...], ...]:
+        """Devices of each engine that a server starts for this base, one for each rank on GPUs; a GPU has one name."""
         names = self.engines.devices or (self.engine.device,)
-        names = tuple("cuda:0" if name in ("auto", "cuda") else name for name in names)
-        return () if self.engines.addresses else tuple(names[i % len(names)] for i in range(self.engines.most))
+        groups = [_devices_of_ranks(name, self.engine.tensor_parallel_size) for name in names]
+        return () if self.engines.addresses else tuple(groups[i % len(groups)] for i in range(self.engines.most))
 
     @property
     def model(self) -> ModelSettings:
@@ -216,6 +218,12 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             tool_parser=self.tool_parser,
             json_white_space=self.json_white_space,
         )
+
+
+def _devices_of_ranks(device: str, size: int) -> tuple[str, ...]:
+    """Return the devices of an engine whose rank 0 is on `device`."""
+    kind, _, index = ("cuda:0" if device in ("auto", "cuda") else device).partition(":")
+    return tuple(f"{kind}:{int(index) + rank}" for rank in range(size)) if index.isdecimal() else (kind,)
 
 
 class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,29 +19,32 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.settings.file import Settings
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.common.settings.serving import EngineSettings
+from loramux.engine.execution.attention import KvLayout, LayerShape, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
-    is_mxfp4,
+    itemsize_of,
     load_checkpoint,
     max_positions,
     read_config,
     weights_digest,
 )
 from loramux.engine.execution.fused_layers import fuse_layers
-from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory, pool_bytes_of
+from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory, plan_on_card, pool_bytes_of
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
+from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, open_tower
 from loramux.engine.messages import StepLimits
+from loramux.engine.scheduling.policy import limits_with_images
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
-from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
+from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, expert_name, is_expert
+from loramux_adapters.base_weights import BaseWeights, QuantizedExperts, QuantizedLinear
 from loramux_adapters.experts import expert_sites
-from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.families import images_of, reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
@@ -56,6 +59,10 @@ NO_DRAFTS_OVER_STATES = (
     'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
     'over a draft that was refused. Set it to "off".'
 )
+
+ATTENTION_COST = 2.0
+"""Time of a multiplication in a CPU's attention, with its part of the softmax, over the time of one in its products. On
+a Zen 5, with 2, chunks of few tokens after a long context took as long as chunks of many tokens after none."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -76,27 +83,43 @@ class AssembledModel:
     choice: FormatChoice | None
     """The format of the linears; None on a GPU."""
     limits: StepLimits
+    tower: Tower | None
+    """The vision tower, on rank 0; None: prompts have no images."""
+    token_context: float | None = None
+    """See `ModelFacts`; None on a GPU."""
 
 
-def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
-    """Load the share of `rank`; the ranks find each other by the file `meeting`. Raises UnsupportedModel,
-    CannotShard."""
+def load_share(
+    settings: Settings,
+    rank: int,
+    meeting: Path,
+    progress: LoadingProgress | None = None,
+    meet: Callable[[], object] = lambda: None,
+) -> AssembledModel:
+    """Load the share of `rank`; the ranks find each other by the file `meeting`.
+
+    `meet` is called once the weights are read, before this rank waits for the others in a collective. Raises
+    UnsupportedModel, CannotShard.
+    """
     directory, engine = Path(settings.model.path), settings.engine
-    size = engine.tensor_parallel_size
+    size, dtype = engine.tensor_parallel_size, settings.model.dtype
     torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // size))
     base, sharding = divide(settings)
-    place = CheckpointShare(base, sharding, rank)
-    model = load_checkpoint(directory, settings.model.dtype, torch.device("cpu"), place, progress)
-    shard = Shard(sharding, Ranks.join(meeting, rank, size, engine.step_timeout_s))
-    return assemble_share(model, base, settings, shard, progress)
+    device = choose_device(engine.device, rank)
+    if rank and device.type == "cuda":  # rank 0 has planned its own card, before it started this process
+        itemsize = itemsize_of(sharding.config, dtype, device)
+        card, limits = Card.of(device, engine), limits_on(device, engine)
+        plan_on_card(directory, base, sharding, itemsize, settings, card, limits)
+    model = load_checkpoint(directory, dtype, device, CheckpointShare(base, sharding, rank), progress)
+    meet()
+    is_ordered = device.type == "cpu" or engine.batch_invariant
+    ranks = Ranks.join(meeting, rank, size, engine.step_timeout_s, device, is_ordered=is_ordered)
+    return assemble_share(model, base, settings, Shard(sharding, ranks), progress)
 
 
 def divide(settings: Settings) -> tuple[BaseDescription, Sharding]:
     """Return the whole base and its division. Raises UnsupportedModel, CannotShard."""
-    if choose_device(settings.engine.device).type != "cpu":
-        raise UnsupportedModel(
-            'engine.tensor_parallel_size > 1 is served on CPUs; set engine.device = "cpu", or use one GPU.'
-        )
+    _check_devices(settings.engine)
     if settings.model.quantization != "none":
         raise UnsupportedModel(
             f"model.quantization = {settings.model.quantization!r} is served by one rank; set "
@@ -104,15 +127,28 @@ def divide(settings: Settings) -> tuple[BaseDescription, Sharding]:
         )
     directory = Path(settings.model.path)
     config = read_config(directory)
-    if is_mxfp4(config):
-        raise UnsupportedModel(
-            "the checkpoint's experts are MXFP4, which is served by one rank; set engine.tensor_parallel_size = 1, or "
-            "give the checkpoint in bfloat16."
-        )
     sharding = Sharding(config, settings.engine.tensor_parallel_size)
     base = describe_base(directory)
     sharding.check(base)
     return base, sharding
+
+
+def _check_devices(engine: EngineSettings) -> None:
+    """Raise UnsupportedModel if the ranks of an engine cannot have a GPU each."""
+    first, size = find_device(engine.device), engine.tensor_parallel_size
+    if first.type == "cpu" or size == 1:
+        return
+    count = torch.cuda.device_count()
+    if first.index + size > count:
+        raise UnsupportedModel(
+            f"engine.tensor_parallel_size = {size}, and each rank has a GPU of its own, from {first} on: this machine "
+            f"has {count}. Set it to {count - first.index} or less, or name an earlier engine.device."
+        )
+    if engine.in_process:
+        raise UnsupportedModel(
+            "engine.in_process = true, and the ranks of an engine on GPUs are processes: a rank that waits for another "
+            "one while it records a step would stop both. Remove the setting."
+        )
 
 
 def assemble_share(
@@ -124,13 +160,16 @@ def assemble_share(
 ) -> AssembledModel:
     """Make `model`, which is the share of `shard` in the base, ready to serve."""
     model.eval().requires_grad_(False)
-    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    if is_quantized and settings.model.quantization != "none":
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    if quantized and settings.model.quantization != "none":
         raise UnsupportedModel(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
     sites = sites_of(base, shard)
+    ranks = None if shard is None else shard.ranks
     limits = limits_on(model.device, settings.engine)
+    if ranks is not None:  # their cards may differ
+        limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
     layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and limits.max_draft_tokens:
@@ -145,24 +184,79 @@ def assemble_share(
     digest = weights_digest(model, settings.model.quantization)
     if model.device.type == "cpu":
         _copy_out_of_files(model)
-    choice = choose_format(model, sites, settings, is_quantized=is_quantized)
+    coded_experts = [module for module in quantized if isinstance(module, QuantizedExperts)]
+    in_format = {name: site for name, site in sites.items() if not coded_experts or not is_expert(name)}
+    choice = choose_format(model, in_format, settings, is_quantized=len(quantized) > len(coded_experts))
     packing = Packing(settings.model.quantization, None if choice is None else choice.form)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
     weights = install(model, base, bank, packing, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_state_layers(model)
+    is_first = shard is None or shard.ranks.rank == 0
+    over_gpus = shard is not None and runs_triton(no_pool)
+    tower = _tower(model, settings, over_gpus=over_gpus) if is_first else None
+    if tower is not None:
+        probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
+        activation_bytes = activation_bytes * limits.most_rows // probed + tower.gpu_bytes
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
-    forward = Forward(model, [], bank, is_invariant=is_invariant)
+    forward = Forward(model, [], bank, is_invariant=is_invariant, ranks=ranks)
+    if tower is None and (is_first or over_gpus):  # all ranks record the same steps
+        forward.effects = NO_EFFECTS
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
-    pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
+    pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot, ranks)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits)
+    context = token_context(sites, base, layout.layers, model.config) if choice is not None else None
+    return AssembledModel(
+        forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower, context
+    )
+
+
+def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> Tower | None:
+    """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
+    directory, name = Path(settings.model.path), settings.model.served_model_name
+    if (reason := images_refused(directory, model.config, over_gpus=over_gpus)) is None:
+        most_tokens = settings.images.max_tokens
+        try:
+            tower = open_tower(model, directory)
+            tower.measure(most_tokens)
+            return tower
+        except torch.OutOfMemoryError:
+            reason = f"images.max_tokens = {most_tokens}, and such an image does not fit the GPU's memory; lower it"
+        except (UnsupportedModel, OSError, ValueError) as error:
+            reason = str(error)
+    if images_of(model.config.model_type) is not None:
+        logger.warning("images in prompts of %s are refused: %s", name, reason)
+    return None
+
+
+def token_context(
+    sites: Mapping[str, Site], base: BaseDescription, layers: Iterable[LayerShape], config: PretrainedConfig
+) -> float | None:
+    """Return the tokens of context whose attention costs a token as much as its products with the weights in `sites`;
+    None if no layer reads the whole context.
+
+    A token is multiplied by `num_experts_per_tok` of the experts; by all of them if the config does not say so.
+    """
+    active = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    shares = {
+        expert_name(name, expert): min(1.0, active / shape.num_experts) if active else 1.0
+        for name, shape in base.parameters.items()
+        for expert in range(shape.num_experts)
+    }
+    products = sum(
+        site.in_features * site.out_features * shares.get(name, 1.0)
+        for name, site in sites.items()
+        if not reads_other_inputs(name)
+    )
+    whole = [layer for layer in layers if layer.options.sliding_window is None]
+    attention = ATTENTION_COST * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole)
+    return products / attention if attention else None
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
@@ -248,7 +342,12 @@ def _graph_bytes(
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-    recordings = count_recordings(limits.max_num_seqs, limits.most_rows, is_invariant=forward.is_invariant)
+    recordings = count_recordings(
+        limits.max_num_seqs,
+        limits.most_rows,
+        is_invariant=forward.is_invariant,
+        has_images=forward.effects.reaches_layers,
+    )
     taken = extrapolate(measured[0], measured[1], recordings)
     logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)
     return taken
@@ -261,10 +360,16 @@ def extrapolate(first: tuple[int, int], second: tuple[int, int], recordings: int
 
 
 def allocate_pool(
-    settings: Settings, model: PreTrainedModel, weights: BaseWeights, page_bytes: int, beside: int, table_bytes: float
+    settings: Settings,
+    model: PreTrainedModel,
+    weights: BaseWeights,
+    page_bytes: int,
+    beside: int,
+    table_bytes: float,
+    ranks: Ranks | None = None,
 ) -> torch.Tensor:
     """Return the pool. On a GPU it leaves `beside` bytes of the engine's share for activations and graphs, and each
-    page needs `table_bytes` of adapter tables.
+    page needs `table_bytes` of adapter tables. With `ranks` it has the pages that every one of them has memory for.
 
     On a CPU only the pool's first pages are touched, because the machine may take milliseconds to find each 2 MiB and
     the first requests should not wait for that. The system never commits the memory of pages that are not used.
@@ -276,7 +381,7 @@ def allocate_pool(
             held = sum(p.numel() * p.element_size() for p in model.parameters()) + weights.packed_bytes
             left = Card.of(model.device, settings.engine).left(held) - beside
             num_bytes = int(left * page_bytes / (page_bytes + table_bytes))
-    elements = _pool_elements(num_bytes, model, page_bytes, settings.engine.tensor_parallel_size)
+    elements = _pool_elements(num_bytes, model, page_bytes, ranks)
     if model.device.type == "cpu":
         pool = zeros_in_large_pages(elements, model.dtype)
         pool[: min(elements // 16, TOUCHED_AT_START // model.dtype.itemsize)].zero_()
@@ -291,11 +396,21 @@ def _pages_per_slot(bank: AdapterBank, model: PreTrainedModel) -> int:
     return pages_per_slot(bank.page_elements * model.dtype.itemsize, bank.slot_bytes)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that `engine.device` names, and make it the current one of this thread.
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Return the device of a rank of an engine whose `engine.device` is `name`, and make it the current one of this
+    thread.
 
     Streams, events and Triton launches go to the current device: a model on cuda:1 under device 0 would mix both.
     """
+    device = find_device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index + rank)
+        torch.cuda.set_device(device)
+    return device
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that `engine.device` names: rank 0's. Raises UnsupportedModel."""
     has_gpu = torch.cuda.is_available()
     kind, _, index = ("cuda" if has_gpu else "cpu", "", "") if name == "auto" else name.partition(":")
     if kind == "cpu" and not index:
@@ -308,9 +423,7 @@ def choose_device(name: str) -> torch.device:
         )
     if int(index or 0) >= torch.cuda.device_count():
         raise UnsupportedModel(f"engine.device = {name!r}, and this machine has {torch.cuda.device_count()} GPUs.")
-    device = torch.device("cuda", int(index or 0))
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", int(index or 0))
 
 
 def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, widest: int) -> tuple[KvLayout, int]:
@@ -336,8 +449,10 @@ def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
     return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
 
 
-def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, num_ranks: int) -> int:
-    num_pages = num_bytes // page_bytes
+def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, ranks: Ranks | None) -> int:
+    num_ranks = 1 if ranks is None else ranks.size
+    # Before any refusal, so that all ranks refuse.
+    num_pages = num_bytes // page_bytes if ranks is None else ranks.least(num_bytes // page_bytes)
     if model.device.type == "cpu" and num_bytes * num_ranks > (memory := machine_memory()):
         raise UnsupportedModel(
             f"engine.pool_bytes = {num_bytes}, for each of {num_ranks} ranks, is more than this machine's {memory} "

@@ -55,6 +55,8 @@ class LayerShape:
     """Index of the earlier layer whose keys and values this layer reads; None: its own."""
     has_values_in_keys: bool = False
     """True if a value is the first elements of its key, as in a compressed KV."""
+    num_heads: int = 0
+    """Heads of queries."""
 
     @property
     def scaling(self) -> float:
@@ -215,17 +217,12 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
         write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1)
-    latent = getattr(module, LATENT_EXPANSION, None)
-    output = paged_attention(
-        rows if latent is None else latent.absorb(rows),
-        layer,
-        attention_step.batch_of(sliding_window),
-        scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return (output if latent is None else latent.expand(output)).unsqueeze(0), None
+    options: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    if (latent := getattr(module, LATENT_EXPANSION, None)) is not None:
+        assert not any(option is not None for option in options.values()), "no family with a compressed KV has any"
+        return latent.attend(rows, layer, attention_step.batch, scaling).unsqueeze(0), None
+    batch = attention_step.batch_of(sliding_window)
+    return paged_attention(rows, layer, batch, scaling, **options).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
@@ -265,8 +262,10 @@ class _Probe:
         index = _layer_index(module)
         source = next((layer for layer, keys in self._keys.items() if keys is key), None)
         self._keys.setdefault(index, key)
-        is_in_key = _begins_with(key, value)
-        self.seen[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options, source, is_in_key)
+        is_in_key, heads = _begins_with(key, value), query.shape[1]
+        self.seen[index] = LayerShape(
+            key.shape[1], key.shape[3], value.shape[3], options, source, is_in_key, num_heads=heads
+        )
         width = module.v_head_dim if expands_latents(module) else value.shape[3]
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
 
 import torch
-from transformers import Mxfp4Config, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
 from loramux.common.bundle import SamplingDefaults
@@ -40,7 +40,7 @@ from loramux.engine.execution.quantized_checkpoint import (
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class, served_config
 from loramux_adapters.base_weights import QuantizedLinear
-from loramux_adapters.checkpoint_config import is_classifier, is_published_in_mxfp4, refusal_of_config
+from loramux_adapters.checkpoint_config import is_classifier, refusal_of_config
 from loramux_adapters.families import SWITCHING_ROPES, Encoder, encoder_of, family_of, reads_other_inputs
 from loramux_kernels.device import multiplies_in_hardware
 
@@ -87,12 +87,10 @@ def load_checkpoint(
     if is_part:  # the names of the whole model's tensors
         form["key_mapping"] = {r"^language_model\.": ""}
     quantized: list[str] = []
-    if (stored := None if is_mxfp4(config) else format_of(vars(config))) is not None:
+    if (stored := format_of(vars(config))) is not None:
         quantized = quantized_linears(directory, stored)
         form["config"] = loading_config(config, quantized)
-    elif is_mxfp4(config):
-        form = {"quantization_config": Mxfp4Config(dequantize=True)}
-        logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
+        logger.info("%d weights are %s in the checkpoint, and stay so in memory", len(quantized), stored.name)
     progress = progress or LoadingProgress.silent()
     try:
         with MODEL_LOCK, progress.of_transformers(f"weights of {_size_of(directory)}"):
@@ -201,12 +199,6 @@ def _is_part_of(directory: Path, config: PretrainedConfig) -> bool:
     """Return whether `config` is that of a part of the model in `directory`."""
     saved = json.loads((directory / "config.json").read_bytes())
     return bool(saved["model_type"] != config.model_type)
-
-
-def is_mxfp4(config: PretrainedConfig) -> bool:
-    """Return True if the experts are four-bit floats, as in this family's published checkpoints."""
-    quantization = getattr(config, "quantization_config", None)
-    return is_published_in_mxfp4({"model_type": config.model_type, "quantization_config": quantization})
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepGraphs
 from loramux.engine.execution.step_buffers import MOST_RECORDED_ROWS, StepBuffers
+from loramux.engine.execution.vision import StepImages
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
     DECODE_SHAPES,
@@ -91,6 +92,8 @@ class ReservedAttention:
         """Put a step's sequences into the lists."""
         spans = np.column_stack((packed.cu_seqlens[:-1], packed.cu_seqlens[1:], packed.context_lens)).astype(np.int64)
         for shape, tiles in self._tiles.items():
+            if shape.sees_ahead and packed.row_ends is None:
+                continue  # no launch of this step reads these lists
             refill_attention(tiles[:heights], spans, packed.table_rows, shape)
         if self._states is not None:
             lists = self._states.of_single_rows if heights == 1 else self._states
@@ -190,6 +193,10 @@ def or_calls(record: GraphRecorder) -> GraphRecorder:
     return record_either
 
 
+NO_SEGMENTS = Segments((0,), ())
+"""Segments of a step without adapters."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     recording: Recording
@@ -199,8 +206,7 @@ class _Graph:
     def refill(self, packed: PackedStep, ranks: Sequence[int]) -> None:
         """Put the step's segments into the tiles; `ranks` are the segments' largest ranks."""
         if self.tile_map is not None:
-            assert packed.segments is not None
-            self.tile_map.refill(packed.segments, np.asarray(ranks, dtype=np.int64))
+            self.tile_map.refill(packed.segments or NO_SEGMENTS, np.asarray(ranks, dtype=np.int64))
 
 
 def _tile_map_of(segments: Segments | None) -> TileMap | None:
@@ -271,11 +277,13 @@ class DecodeGraphs:
         return _Graph(recording, _tile_map_of(segments))
 
 
-DecoderKind = Literal["base", "prompts", "pairs", "extras"]
+DecoderKind = Literal["base", "prompts", "pairs", "extras", "images"]
 """Parts of adapters that a recording's launches add to the base: none, pairs on linears for long segments only, pairs
-for any segments, or all. Pairs for any segments are two launches each, and an empty one takes microseconds too."""
+for any segments, or all. Pairs for any segments are two launches each, and an empty one takes microseconds too. In
+families whose layers treat rows of images differently, steps with such rows have separate recordings, with all
+parts of adapters ("images"). In other families an image changes only the inputs of the recorded part."""
 
-KINDS: tuple[DecoderKind, ...] = ("extras", "pairs", "prompts", "base")
+KINDS: tuple[DecoderKind, ...] = ("images", "extras", "pairs", "prompts", "base")
 
 
 class DecoderGraphs:
@@ -293,11 +301,13 @@ class DecoderGraphs:
         """`most_buckets`: record only that many buckets of rows, the largest."""
         self._forward, self._buffers, self._attention = forward, buffers, attention
         self._buckets = step_buckets(min(buffers.max_rows, MOST_RECORDED_ROWS))
-        self._embeddings, self._hidden = forward.bank.pool.new_zeros(2, self._buckets[-1], hidden_size)
+        rows_of_steps = forward.bank.pool.new_zeros(2 + forward.effects.num_deep_rows, self._buckets[-1], hidden_size)
+        self._hidden, self._features = rows_of_steps[0], rows_of_steps[1:]
+        self._has_images = forward.effects.reaches_layers
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in self._buckets[::-1][:most_buckets]
-            for kind in kinds_of(rows, is_invariant=buffers.is_invariant)
+            for kind in kinds_of(rows, is_invariant=buffers.is_invariant, has_images=self._has_images)
         }
 
     @property
@@ -305,7 +315,9 @@ class DecoderGraphs:
         """Counts of the recordings that are graphs and that are calls."""
         return count_graphs(self._graphs.values())
 
-    def stage(self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None) -> Decode | None:
+    def stage(
+        self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None, images: StepImages | None = None
+    ) -> Decode | None:
         """Put a step's work lists into the buffers, and return the decoder that runs it once they are sent; None if the
         step is larger than every recorded one.
 
@@ -315,40 +327,50 @@ class DecoderGraphs:
         rows = next((bucket for bucket in self._buckets if bucket >= count), None)
         if rows is None:
             return None
-        kind = kind_of(packed.segments, ranks, extras)
+        kind = kind_of(packed.segments, ranks, extras, has_images=self._has_images and images is not None)
         graph = self._graphs[rows, "pairs" if kind == "prompts" and self._buffers.is_invariant else kind]
         self._attention.refill(packed, heights=2)
         graph.refill(packed, ranks)
 
         def decode(embeddings: torch.Tensor) -> torch.Tensor:
-            self._embeddings[:count].copy_(embeddings)
+            self._features[0, :count].copy_(embeddings)
+            if images is not None:
+                deep = self._features[1:, :count].zero_()
+                deep[:, images.rows] = images.features[1:]
             graph.recording.replay()
             return self._hidden[:count]
 
         return decode
 
     def _record(self, record: GraphRecorder, rows: int, kind: DecoderKind) -> _Graph:
-        inputs, bank = self._buffers.padded(rows), self._forward.bank
-        embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
+        inputs, bank = self._buffers.padded(rows, with_ends=kind == "images"), self._forward.bank
+        features, hidden = self._features[:, :rows], self._hidden[:rows]
+        if kind == "images":
+            inputs = replace(inputs, images=StepImages(slice(None), features))
         self._attention.attach(inputs.batch, heights=2)
         both = (SHORT,) if self._buffers.is_invariant else (SHORT, LONG)
         shapes = {"base": (), "prompts": (LONG,)}.get(kind, both)
         segments = self._buffers.padded_segments(rows, shapes) if shapes else None
         extras = None
-        if kind == "extras":
+        if kind in ("extras", "images"):
             extras = StepExtras(segments, segments, segments if bank.norms else None, embedding=(), head=())
 
         def run() -> None:
-            hidden.copy_(self._forward.hidden_states(embeddings, inputs, segments, extras))
+            hidden.copy_(self._forward.hidden_states(features[0], inputs, segments, extras))
 
-        return _Graph(record(run, (embeddings, inputs, segments)), _tile_map_of(segments))
+        return _Graph(record(run, (features, inputs, segments)), _tile_map_of(segments))
 
 
-def kind_of(segments: Segments | None, ranks: Sequence[int], extras: StepExtras | None) -> DecoderKind:
-    """Return the kind of recording that a step needs; `ranks` are the segments' largest ranks.
+def kind_of(
+    segments: Segments | None, ranks: Sequence[int], extras: StepExtras | None, *, has_images: bool = False
+) -> DecoderKind:
+    """Return the kind of recording that a step needs; `ranks` are the segments' largest ranks, and `has_images` tells
+    if layers treat some of its rows as those of images.
 
     Changes of embeddings or logits alone are outside of recordings.
     """
+    if has_images:
+        return "images"
     if segments is None:
         return "base"
     if extras is not None and (extras.columns or extras.inputs or extras.norms):
@@ -359,11 +381,11 @@ def kind_of(segments: Segments | None, ranks: Sequence[int], extras: StepExtras 
     return "prompts" if (lengths > SHORT_SEGMENT_ROWS).all() else "pairs"
 
 
-def count_recordings(max_sequences: int, max_rows: int, *, is_invariant: bool = False) -> int:
+def count_recordings(max_sequences: int, max_rows: int, *, is_invariant: bool = False, has_images: bool = False) -> int:
     """Return the number of recordings of an engine whose steps have up to `max_sequences` and `max_rows` rows."""
     steps = step_buckets(min(max_rows, MOST_RECORDED_ROWS))
     shapes = decode_shapes(is_invariant=is_invariant)
-    of_steps = sum(len(kinds_of(rows, is_invariant=is_invariant)) for rows in steps)
+    of_steps = sum(len(kinds_of(rows, is_invariant=is_invariant, has_images=has_images)) for rows in steps)
     return len(decode_buckets(max_sequences)) * (1 + len(shapes)) + of_steps
 
 
@@ -372,11 +394,14 @@ def decode_shapes(*, is_invariant: bool) -> tuple[TileShape, ...]:
     return (SHORT,) if is_invariant else DECODE_SHAPES
 
 
-def kinds_of(rows: int, *, is_invariant: bool) -> tuple[DecoderKind, ...]:
+def kinds_of(rows: int, *, is_invariant: bool, has_images: bool) -> tuple[DecoderKind, ...]:
     """Return the kinds for which a step of `rows` rows is recorded. Few rows hold no long segment, and if no row's
-    result may depend on others, long segments are computed as short ones."""
-    has_prompts = rows > SHORT_SEGMENT_ROWS and not is_invariant
-    return tuple(kind for kind in KINDS if kind != "prompts" or has_prompts)
+    result may depend on others, long segments are computed as short ones. `has_images`: layers treat rows of images
+    differently."""
+    left_out: set[DecoderKind] = set() if has_images else {"images"}
+    if rows <= SHORT_SEGMENT_ROWS or is_invariant:
+        left_out.add("prompts")
+    return tuple(kind for kind in KINDS if kind not in left_out)
 
 
 def decode_buckets(most: int) -> tuple[int, ...]:

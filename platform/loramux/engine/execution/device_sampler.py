@@ -127,6 +127,11 @@ class TokensInFlight:
     _logprobs: _Logprobs | None
     _arrived: torch.cuda.Event | None
 
+    @property
+    def have_arrived(self) -> bool:
+        """True if `events` need not wait."""
+        return self._arrived is None or self._arrived.query()
+
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens; return an event for each row."""
         if self._arrived is not None:

@@ -41,6 +41,7 @@ from loramux.engine.execution.runner import (
     StepGraphs,
     pack,
 )
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import ModelFacts, Pooling, StepLimits
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
@@ -227,6 +228,7 @@ class EncoderRunner:
 
     runs_ahead = False
     graphs = StepGraphs()
+    image_rows: ImageRows[torch.Tensor] | None = None
 
     def __init__(
         self, forward: EncoderForward, dense: nn.Sequential, config: PretrainedConfig, family: Encoder, block_size: int

@@ -17,7 +17,8 @@ every parameter of a request.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,18 @@ from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, 
 from loramux.engine.execution.runner import (
     NONE_POOLED,
     Forward,
+    OtherRanks,
     PackedStep,
     PooledVectors,
     Pooler,
     StepGraphs,
+    StepInputs,
     pack,
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
+from loramux.engine.execution.vision import StepImages
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import StepExtras
@@ -85,6 +90,7 @@ class LaunchedForward:
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""
         assert self.tokens is not None, "they are chosen before they are read"
+        self.runner.wait_for(self.tokens)
         return accepted(self.tokens.events(), self.chunks) if self.rows.drafts else self.tokens.events()
 
 
@@ -105,6 +111,9 @@ class GpuRunner:
         state_pages: int,
     ) -> None:
         self.bank = forward.bank
+        self.team: OtherRanks | None = None
+        """The other ranks, which run each step's forward too; None if there are none, or if this is not rank 0."""
+        self.image_rows: ImageRows[torch.Tensor] | None = None
         self._forward = forward
         self._pooler = Pooler(forward.bank.classifier_of)
         self._sampler = sampler
@@ -140,13 +149,18 @@ class GpuRunner:
         max_blocks = -(-max_model_len // block_size)
         sequences = limits.max_num_seqs
         sizes = (limits.most_rows, sequences, max_blocks, forward.bank.max_rank)
-        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant)
+        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant, effects=forward.effects)
         # Before the work lists: the copy of a step reaches from its first array to its last.
         sampler.send_parameters_with(buffers.memory, limits.most_sampled)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
-        attention = ReservedAttention(attention_shapes(inputs.batch), buffers)
+        shapes = attention_shapes(inputs.batch)
+        if buffers.sees_ahead:
+            ahead = buffers.padded(1, with_ends=True)
+            forward(ahead, None)
+            shapes = tuple(dict.fromkeys((*shapes, *attention_shapes(ahead.batch))))
+        attention = ReservedAttention(shapes, buffers)
         hidden_size = forward.model.config.get_text_config().hidden_size
         decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, most_buckets)
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
@@ -157,36 +171,72 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
-        packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
-        tokens = None if self._previous is None else self._previous.tokens
+        packed = pack(
+            step,
+            self._block_size,
+            self._state_pages,
+            self._buffers.block_tables,
+            effects=self._forward.effects,
+            changes_latents=self.bank.changes_latents,
+        )
+        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
+        if self.team is not None:
+            self.team.run(packed, images)
         rows = SampledRows.of(step.sampling)
-        inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
         parameters = self._sampler.stage(rows)
-        ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
-        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
-        if packed.decodes and extras is None:
-            run = self._decode_graphs.stage(packed, ranks)
-            self._buffers.send(pending, tokens)
-            logits = run()
-        else:
-            decode = self._decoder_graphs.stage(packed, ranks, extras)
-            self._buffers.send(pending, tokens)
-            if decode is None and packed.segments is not None:
-                tile_map = TileMap.for_step(
-                    packed.segments,
-                    np.array(ranks, dtype=np.int64),
-                    self.bank.pool.device,
-                    is_invariant=self._buffers.is_invariant,
-                )
-                attach_tile_map(packed.segments, tile_map)
-            logits = self._forward(inputs, packed.segments, extras, decode)
-        logits, scores = split_scored(logits, packed.scored)
+        try:
+            logits, scores = split_scored(self._run(packed, images, self._pending(step, packed)), packed.scored)
+        except RuntimeError as error:
+            if self.team is None:
+                raise
+            raise self.team.explained(error) from error
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         launched = LaunchedForward(self, logits, step.sampling, rows, parameters, scores, pooled)
         if not any(sequence.request.constraint for sequence in rows.sequences):
             launched.sample()
         return launched
+
+    @torch.inference_mode()
+    def follow(self, packed: PackedStep, images: StepImages | None) -> None:
+        """Enqueue this rank's part of a forward that rank 0 launches too."""
+        self._run(packed, images, np.zeros((2, 0), dtype=np.int64))
+
+    def wait_for(self, tokens: TokensInFlight) -> None:
+        """Wait until the host has the tokens, if another rank could keep them from coming."""
+        if self.team is not None:
+            self.team.wait_until(lambda: tokens.have_arrived)
+
+    def _run(self, packed: PackedStep, images: StepImages | None, pending: NDArray[np.int64]) -> torch.Tensor:
+        """Enqueue a forward; `StepBuffers.send` explains `pending`. All ranks choose the same recording, because they
+        have the same adapters in the same slots."""
+        inputs = replace(self._buffers.fill(packed), images=images)
+        ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
+        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
+        # Recordings read each compressed KV once, and rows of an activated LoRA may need two products for it.
+        is_recorded = packed.activations is None
+        if packed.decodes and extras is None and images is None and is_recorded:
+            run = self._decode_graphs.stage(packed, ranks)
+            self._send(packed, inputs, pending)
+            return run()
+        decode = self._decoder_graphs.stage(packed, ranks, extras, images) if is_recorded else None
+        self._send(packed, inputs, pending)
+        if decode is None and packed.segments is not None:
+            tile_map = TileMap.for_step(
+                packed.segments,
+                np.array(ranks, dtype=np.int64),
+                self.bank.pool.device,
+                is_invariant=self._buffers.is_invariant,
+            )
+            attach_tile_map(packed.segments, tile_map)
+        return self._forward(inputs, packed.segments, extras, decode)
+
+    def _send(self, packed: PackedStep, inputs: StepInputs, pending: NDArray[np.int64]) -> None:
+        """Send the step to the device. Only rank 0 samples, so the other ranks get the tokens that the host does not
+        know from its device: a few bytes, and no state of requests."""
+        self._buffers.send(pending, None if self._previous is None else self._previous.tokens)
+        if (ranks := self._forward.ranks) is not None and packed.follows_unknown_tokens:
+            ranks.broadcast(inputs.input_ids)
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedForward) -> TokensInFlight:
@@ -230,16 +280,22 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     """
     device = forward.bank.pool.device
     rows = min(ROWS, buffers.max_sequences)
-    inputs = buffers.padded(rows)
-    for shape in shapes:
-        attach_attention(inputs.batch, shape, empty_attention(shape, device))
-    if buffers.state_pages:
-        attach_states(inputs.batch, empty_states(device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
     tile_map = TileMap.of_every_shape(rows, forward.bank.max_rank, device, is_invariant=forward.is_invariant)
     attach_tile_map(segments, tile_map)
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
-    logits = forward(inputs, segments, extras)
+    for with_ends in (False, True)[: 1 + buffers.sees_ahead]:
+        inputs = buffers.padded(rows, with_ends=with_ends)
+        for shape in shapes:
+            attach_attention(inputs.batch, shape, empty_attention(shape, device))
+        if buffers.state_pages:
+            attach_states(inputs.batch, empty_states(device))
+        logits = forward(inputs, segments, extras)
+    if any(layer.has_values_in_keys for layer in forward.layers):  # activated LoRAs may expand a part of such a KV
+        batch = replace(inputs.batch, activations=torch.zeros(rows, dtype=torch.int32))
+        for part, shape in product(batch.parts, shapes):
+            attach_attention(part, shape, empty_attention(shape, device))
+        forward(replace(inputs, batch=batch), segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from loramux.engine.execution.assembly import (
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
-    is_mxfp4,
     itemsize_of,
     load_checkpoint,
     max_positions,
@@ -50,16 +50,17 @@ from loramux.engine.execution.memory_plan import (
 )
 from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
-from loramux.engine.execution.runner import CpuRunner, Runner
+from loramux.engine.execution.rank_worker import RankReady, StepsRecorded, WeightsRead
+from loramux.engine.execution.runner import CpuRunner, Runner, StepGraphs
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.execution.states import tells_answers_apart
-from loramux.engine.execution.vision import Tower, images_refused, open_tower
+from loramux.engine.execution.vision import Tower, images_refused
 from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import encoder_of, family_of, images_of
+from loramux_adapters.families import encoder_of, family_of
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.tower import linears_of_tower
 from loramux_kernels.device import runs_triton
@@ -105,24 +106,40 @@ def load_model(settings: Settings) -> LoadedModel:
         base = describe_base(directory)
         if settings.engine.batch_invariant and device.type == "cuda":
             refuse_batch_invariant(settings, base, config)
-        is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
+        is_planned = settings.model.quantization == "none" and holds_safetensors(directory)
         with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
             if device.type == "cuda" or is_planned:
                 _plan(settings, base, Sharding(config, 1), device)
             model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
             return assemble(model, base, settings, sampling_defaults(directory), progress)
+    return _load_ranks(settings, config)
+
+
+def _load_ranks(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     base, sharding = divide(settings)
-    _plan(settings, base, sharding, torch.device("cpu"))
+    device = choose_device(settings.engine.device)
+    if settings.engine.batch_invariant and device.type == "cuda":
+        refuse_batch_invariant(settings, base, config)
+    with ExitStack() as locks:
+        # In the order of their numbers, so that two engines do not wait for each other.
+        for rank in range(sharding.size if device.type == "cuda" else 0):
+            locks.enter_context(loading_alone(torch.device("cuda", device.index + rank), settings.engine))
+        _plan(settings, base, sharding, device)
+        return _start_ranks(settings, base, sharding)
+
+
+def _start_ranks(settings: Settings, base: BaseDescription, sharding: Sharding) -> LoadedModel:
     team = RankTeam(settings)
     try:
         with LoadingProgress(settings.model.served_model_name) as progress:  # only this rank reports
-            share = load_share(settings, 0, team.meeting, progress)
-        ready = team.wait_ready()
+            share = load_share(settings, 0, team.meeting, progress, meet=lambda: team.wait_for(WeightsRead))
+        ready = team.wait_for(RankReady)
         pages = [(share.num_pages, share.forward.bank.page_elements), *((r.num_pages, r.page_elements) for r in ready)]
         if len(set(pages)) > 1:
             raise UnsupportedModel(f"the ranks' pools differ: (pages, elements of a page) are {pages}.")
         weights = ranked_weights(base, share.local_weights, sharding, team, ready)
-        return _served(share, base, weights, settings, sampling_defaults(directory), sharding, team)
+        defaults = sampling_defaults(Path(settings.model.path))
+        return _served(share, base, weights, settings, defaults, sharding, team)
     except BaseException as error:
         team.close()
         if isinstance(error, RuntimeError) and not isinstance(error, UnsupportedModel):
@@ -132,7 +149,7 @@ def load_model(settings: Settings) -> LoadedModel:
 
 def refuse_batch_invariant(settings: Settings, base: BaseDescription, config: PretrainedConfig) -> None:
     """Raise UnsupportedModel if a row's result could depend on the other rows of its step on a GPU."""
-    if settings.model.quantization != "none" or is_mxfp4(config) or format_of(config.to_dict()) is not None:
+    if settings.model.quantization != "none" or format_of(config.to_dict()) is not None:
         reason = "quantized weights are multiplied in tiles that depend on the step"
     elif base.encoder is not None:
         reason = "an encoder's attention is torch's own"
@@ -182,7 +199,7 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device:
         logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         return
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
-    refused = images_refused(directory, sharding.config, on_cpu=True, num_ranks=sharding.size)
+    refused = images_refused(directory, sharding.config)
     plan = plan_memory(
         directory,
         base,
@@ -228,7 +245,10 @@ def _served(
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
     runner = _runner(share, eos, max_model_len, constraints, team)
-    tower = _tower(model, settings)
+    if team is not None:
+        counts = [runner.graphs, *(rank.graphs for rank in team.wait_for(StepsRecorded))]
+        runner.graphs = StepGraphs(sum(one.recorded for one in counts), sum(one.missing for one in counts))
+    tower = share.tower
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=base.vocab_size,
@@ -245,6 +265,7 @@ def _served(
         sampling_defaults=defaults or SamplingDefaults(),
         linears=_linear_facts(share),
         images=tower is not None,
+        token_context=share.token_context,
     )
     _log_served(share, facts, settings, team)
     of_tower = {} if tower is None else linears_of_tower(model)
@@ -287,21 +308,6 @@ def _log_served(share: AssembledModel, facts: ModelFacts, settings: Settings, te
         )
 
 
-def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
-    """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
-    directory, name = Path(settings.model.path), settings.model.served_model_name
-    on_cpu, num_ranks = model.device.type == "cpu", settings.engine.tensor_parallel_size
-    reason = images_refused(directory, model.config, on_cpu=on_cpu, num_ranks=num_ranks)
-    if reason is None:
-        try:
-            return open_tower(model, directory)
-        except (UnsupportedModel, OSError, ValueError) as error:
-            reason = str(error)
-    if images_of(model.config.model_type) is not None:
-        logger.warning("images in prompts of %s are refused: %s", name, reason)
-    return None
-
-
 def _linear_facts(share: AssembledModel | AssembledEncoder) -> LinearFacts | None:
     """Describe the linears of a model on a CPU; None on a GPU."""
     if (choice := share.choice) is None:
@@ -325,9 +331,11 @@ def _runner(
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     sampler = DeviceSampler(eos, pool.device)
-    return GpuRunner.build(
+    runner = GpuRunner.build(
         forward, sampler, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
     )
+    runner.team = team
+    return runner
 
 
 def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:

@@ -21,12 +21,12 @@ import torch
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
-from loramux.engine.execution.checkpoint import is_mxfp4
-from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
+from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears, whole_shape
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
 from loramux_adapters.base import BaseDescription
+from loramux_adapters.latent import expansion_elements
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.tables import RANK_TILE
 
@@ -128,11 +128,13 @@ class MemoryPlan:
     """Bytes for images, as the vision tower has computed them."""
     step_bytes: int = 0
     """Least bytes that the largest step takes outside the pool; counted on a GPU."""
+    expansion_bytes: int = 0
+    """Bytes for expanding compressed KV on a CPU: the linears that do so once more, and keys and values of a block."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all ranks."""
-        return self.num_ranks * (self.weight_bytes + self.pool_bytes) + self.image_bytes
+        return self.num_ranks * (self.weight_bytes + self.pool_bytes + self.expansion_bytes) + self.image_bytes
 
     def __str__(self) -> str:
         pages = f" = {self.pool_bytes // self.page_bytes:,} pages" if self.page_bytes else ""
@@ -150,7 +152,7 @@ class MemoryPlan:
         fit."""
         if self.total_bytes <= memory:
             return
-        left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
+        left = memory // self.num_ranks - self.weight_bytes - self.expansion_bytes
         if left >= max(self.page_bytes, 1) and self.image_bytes:
             way_out = f"set engine.pool_bytes and engine.image_bytes to {left} or less together"
         elif left >= max(self.page_bytes, 1):
@@ -191,20 +193,22 @@ def plan_memory(
         pool_bytes,
         _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
-        is_quantized=not is_mxfp4(sharding.config) and format_of(vars(sharding.config)) is not None,
+        is_quantized=format_of(vars(sharding.config)) is not None,
         image_bytes=image_bytes,
+        expansion_bytes=itemsize * expansion_elements(widths),
     )
 
 
 def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int) -> int:
-    """Return the bytes of a rank's weights: of the model if the files' form is not kept, else of the files."""
-    if sharding.size == 1 and (is_mxfp4(sharding.config) or not holds_safetensors(directory)):
+    """Return the bytes of a rank's weights: of the model if the files are no safetensors, else of the files."""
+    if sharding.size == 1 and not holds_safetensors(directory):
         return itemsize * sum(parameter.numel() for parameter in empty_model(sharding).parameters())
     form = format_of(vars(sharding.config))
     quantized = () if form is None else quantized_linears(directory, form)
     with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
         weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
-    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses other linears
+    shapes = ((name, whole_shape(base, name)) for name in quantized)
+    known = {name: shape for name, shape in shapes if shape is not None}  # loading refuses other linears
     for name, num_bytes in held_bytes(directory, known).items():
         shape = known[name]
         share = math.prod(sharding.width(name, shape.out_features, shape.in_features))
@@ -238,7 +242,7 @@ def plan_on_card(
     """
     has_fp8_kv = settings.engine.kv_cache_dtype == "fp8"
     plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine.block_size, has_fp8_kv=has_fp8_kv)
-    return fit_on_card(plan, StepMemory.of(base, itemsize), settings, card, limits)
+    return fit_on_card(plan, StepMemory.of(base, itemsize, sharding), settings, card, limits)
 
 
 def fit_on_card(plan: MemoryPlan, step: StepMemory, settings: Settings, card: Card, limits: StepLimits) -> MemoryPlan:
@@ -274,9 +278,10 @@ class StepMemory:
     """Bytes of a sequence: its logits, also in float32."""
 
     @classmethod
-    def of(cls, base: BaseDescription, itemsize: int) -> StepMemory:
-        """Return the bytes for a base whose elements have `itemsize` bytes."""
-        widest = max(shape.in_features + shape.out_features for shape in base.modules.values())
+    def of(cls, base: BaseDescription, itemsize: int, sharding: Sharding | None = None) -> StepMemory:
+        """Return the bytes for a base, or for a rank's share of it, whose elements have `itemsize` bytes."""
+        shapes = {name: (shape.out_features, shape.in_features) for name, shape in base.modules.items()}
+        widest = max(sum(shape if sharding is None else sharding.width(name, *shape)) for name, shape in shapes.items())
         return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size)
 
     def largest(self, limits: StepLimits) -> int:

@@ -2,12 +2,12 @@
 
 A format names the tensor by which a linear is known to be quantized (`marker`), and turns the linear's stored tensors
 into a `QuantizedWeight`. Linears that are not quantized stay as they are. transformers makes the model and loads the
-rest. Its quantizer, an extension point, puts a `QuantizedLinear` in the place of a linear with codes, so memory never
-holds the weight itself. Activations are never rounded: formats that would round them (W8A8) are served with rounded
-weights alone, which is more exact.
+rest. Its quantizer, an extension point, puts a `QuantizedLinear` in the place of a linear with codes, and
+`QuantizedExperts` in the place of a mixture's stacked weights, so memory never holds the weight itself. Activations are
+never rounded: formats that would round them (W8A8) are served with rounded weights alone, which is more exact.
 
 Sources: the saved layouts of AutoGPTQ and GPTQModel, AutoAWQ's "gemm" version, bitsandbytes' quant_state,
-compressed-tensors' pack-, int- and float-quantized compressors, and block-wise FP8.
+compressed-tensors' pack-, int- and float-quantized compressors, block-wise FP8, and gpt-oss' MXFP4.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
-from loramux_adapters.base import LinearShape
-from loramux_adapters.base_weights import QuantizedLinear
+from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of, with_dot
+from loramux_adapters.base import BaseDescription, LinearShape, expert_parameters, expert_weights
+from loramux_adapters.base_weights import QuantizedExperts, QuantizedLinear
 from loramux_adapters.checkpoint_config import quant_method, refusal_of_quantization, schemes_of
+from loramux_adapters.experts import probe_quantized_experts
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, blocks_of_rows, pack_nibbles
 
 Stored = Mapping[str, torch.Tensor]
@@ -43,8 +45,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, of eight, to which each four bits of AWQ's integers belong."""
 
 
-CODES = frozenset(("qweight", "weight_packed", "weight"))
+CODES = frozenset(("qweight", "weight_packed", "weight", "blocks"))
 SCALES = frozenset(("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax"))
+EXPONENTS = frozenset(("scales", "weight_scale"))
+"""Names of SCALES that are exponents if they are uint8, and are held as they are."""
 ZEROS = frozenset(("qzeros", "weight_zero_point"))
 """Names of a stored linear's zero points, in all formats."""
 
@@ -148,6 +152,8 @@ def _compressed_tensors(fields: dict[str, Any]) -> WeightFormat:
     block = next((tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")), None)
 
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+        if "weight_packed" in stored and kinds == {("float", 4)}:
+            return _read_packed_floats(stored, in_features, size)
         if "weight_packed" in stored:
             return _read_packed(stored, in_features, out_features, size)
         weight, scales = stored["weight"], stored["weight_scale"].float()
@@ -161,6 +167,13 @@ def _compressed_tensors(fields: dict[str, Any]) -> WeightFormat:
 
     names = ", ".join(sorted(f"{kind}{bits}" for kind, bits in kinds))
     return WeightFormat(f"compressed-tensors {names}", ("weight_packed", "weight_scale"), read)
+
+
+def _read_packed_floats(stored: Stored, in_features: int, size: int | None) -> QuantizedWeight:
+    scales = stored["weight_scale"]
+    if scales.dtype != torch.uint8:  # NVFP4 scales the groups' E4M3 scales so that they use its whole range
+        scales = scales.float() / stored["weight_global_scale"].float()
+    return _e2m1(stored["weight_packed"], scales, in_features, size or in_features)
 
 
 def _read_packed(stored: Stored, in_features: int, out_features: int, size: int | None) -> QuantizedWeight:
@@ -194,12 +207,34 @@ def _fp8(fields: dict[str, Any]) -> WeightFormat:
     return WeightFormat("fp8", ("weight_scale_inv",), read)
 
 
+def _mxfp4(_fields: dict[str, Any]) -> WeightFormat:
+    return WeightFormat("MXFP4", ("blocks",), _read_mxfp4)
+
+
+def _read_mxfp4(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+    """Read the experts' `blocks` uint8`[..., groups, 16]` and `scales` uint8`[..., groups]`."""
+    blocks, scales = stored["blocks"], stored["scales"]
+    _require(blocks.shape == (*scales.shape, 16), f"blocks of shape {list(blocks.shape)}")
+    return _e2m1(blocks.reshape(out_features, -1), scales.reshape(out_features, -1), in_features, 32)
+
+
+def _e2m1(codes: torch.Tensor, scales: torch.Tensor, in_features: int, size: int) -> QuantizedWeight:
+    """Return the weight of `codes` uint8`[out, in / 2]`, the lower bits first, and of `scales` `[out, groups]`, which
+    are exponents if they are uint8."""
+    _require(codes.dtype == torch.uint8, f"codes of {codes.dtype}")
+    _require(2 * codes.shape[1] == in_features, f"{2 * codes.shape[1]} codes for {in_features} inputs")
+    group, is_exponent = _group_of(in_features, scales.shape[1], size), scales.dtype == torch.uint8
+    _require(not is_exponent or not bool((scales == 255).any()), "scales that are not finite")
+    return QuantizedWeight("mxfp4" if is_exponent else "nvfp4", codes, scales, group, in_features)
+
+
 METHODS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 
@@ -271,28 +306,44 @@ class _AsStored(QuantizationConfigMixin):
         self.linears = linears
 
 
+def _empty(owner: Any, attribute: str, head: nn.Module | None) -> QuantizedLinear | None:
+    """Return what holds the codes of a linear, or of a mixture's stacked weights, of `owner`; None if this `attribute`
+    is neither.
+
+    The forward of `owner` is replaced until the experts are packed.
+    """
+    held = getattr(owner, attribute, None)
+    if isinstance(held, nn.Linear) and held is not head:
+        return QuantizedLinear(held.in_features, held.out_features, held.bias is not None, held.weight.dtype)
+    if not isinstance(held, nn.Parameter) or held.ndim != 3 or attribute not in expert_parameters(owner):
+        return None
+    num_experts, out_features, in_features = expert_weights(owner, attribute).shape
+    empty = QuantizedExperts(num_experts, in_features, out_features, held.dtype)
+    delattr(owner, attribute)
+    owner.forward = partial(probe_quantized_experts, owner)
+    return empty
+
+
 @register_quantizer("loramux")
 class _Replacing(HfQuantizer):
-    """Puts a QuantizedLinear in the place of each linear with codes, before transformers loads the rest."""
+    """Makes room for codes in the place of each linear that has them, before transformers loads the rest."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         assert isinstance(self.quantization_config, _AsStored), "registered for it"
         for name in self.quantization_config.linears:
-            try:
-                linear = model.get_submodule(name)
-            except AttributeError:
-                linear = None
-            if not isinstance(linear, nn.Linear) or linear is model.get_output_embeddings():
-                raise UnsupportedModel(
-                    f"{name} is quantized in the checkpoint and is no linear of the model's layers: quantized experts, "
-                    f"heads and models of images are not served. Give the checkpoint that it was made from, with "
-                    f"model.quantization if its weights take too much memory."
-                )
             parent, attribute = name.rpartition(".")[::2]
-            empty = QuantizedLinear(
-                linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype
-            )
-            setattr(model.get_submodule(parent), attribute, empty)
+            try:
+                owner = model.get_submodule(parent)
+            except AttributeError:
+                owner = None
+            empty = _empty(owner, attribute, model.get_output_embeddings())
+            if empty is None:
+                raise UnsupportedModel(
+                    f"{name} is quantized in the checkpoint and is no linear of the model's layers: quantized heads, "
+                    f"experts of other formats than MXFP4 and models of images are not served. Give the checkpoint "
+                    f"that it was made from, with model.quantization if its weights take too much memory."
+                )
+            setattr(owner, attribute, empty)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         self.remove_quantization_config(model)
@@ -310,7 +361,7 @@ class _Replacing(HfQuantizer):
 def quantized_linears(directory: Path, form: WeightFormat) -> list[str]:
     """Return the names of the linears that the checkpoint in `directory` stores as codes. Raises UnsupportedModel."""
     endings = tuple(f".{marker}" for marker in form.markers)
-    keys = _files_by_key(directory)
+    keys = map(with_dot, _files_by_key(directory))
     found = sorted({key.removesuffix(ending) for key in keys for ending in endings if key.endswith(ending)})
     if not found:
         raise UnsupportedModel(f"{directory}: config.json says that it is quantized ({form.name}), and no linear is.")
@@ -339,7 +390,8 @@ def read_quantized(
         stored = {part: _tensor(path, key) for part, (path, key) in parts[name].items()}
         try:
             _require(not stored.pop("bias", torch.zeros(1)).any(), "a bias that config.json does not have")
-            whole = linear if share is None else share.base.modules[name]
+            whole = linear if share is None else whole_shape(share.base, name)
+            assert whole is not None, "put in its place by name"
             weight = form.read(stored, whole.in_features, whole.out_features)
             _require(weight.shape == (whole.out_features, whole.in_features), f"a weight of shape {weight.shape}")
             _require(bool(torch.isfinite(weight.scales).all()), "scales that are not finite")
@@ -349,12 +401,21 @@ def read_quantized(
     return {key for named in parts.values() for _, key in named.values()}
 
 
+def whole_shape(base: BaseDescription, name: str) -> LinearShape | None:
+    """Return the shape of a weight that is read as one: a linear's, or that of all experts, their outputs one after the
+    other. None if `base` has no weight of this name."""
+    if (experts := base.parameters.get(name)) is None:
+        return base.modules.get(name)
+    return LinearShape(experts.in_features, experts.num_experts * experts.out_features, experts.layer)
+
+
 def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str, int]:
     """Estimate the bytes that each of the quantized `linears` takes in memory: codes as stored, scales and zero points
-    in float32."""
+    in float32, scales that are exponents as stored."""
     found: dict[str, int] = {}
     for name, stored in _stored_parts(directory, linears).items():
         rows, codes, scales = linears[name].out_features, 0, linears[name].out_features
+        scale_bytes = 4
         for part, (path, key) in stored.items():
             with safe_open(path, framework="pt") as file:
                 held = file.get_slice(key)
@@ -364,7 +425,8 @@ def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str,
             elif part in SCALES:  # several rows, if the scales are of blocks
                 of_blocks = part.startswith("weight_scale") and len(shape) == 2
                 scales = max(rows * shape[1] if of_blocks else math.prod(shape), rows)
-        found[name] = codes + 4 * scales * (2 if any(part in ZEROS for part in stored) else 1)
+                scale_bytes = 1 if dtype == "U8" and part in EXPONENTS else 4
+        found[name] = codes + scale_bytes * scales * (2 if any(part in ZEROS for part in stored) else 1)
     return found
 
 
@@ -372,8 +434,14 @@ def _share_of(weight: QuantizedWeight, name: str, share: CheckpointShare) -> Qua
     """Return the rank's part of a whole linear's weight: rows, or columns with the scales of their groups."""
     sharding, (rows, columns) = share.sharding, weight.shape
     inputs = sharding.inputs(name, share.rank, columns)
+    experts = share.base.parameters.get(name)
+    num_experts = 1 if experts is None else experts.num_experts
+    outputs = sharding.outputs(name, share.rank, rows // num_experts)
+    if outputs is not None:
+        starts = range(0, rows, rows // num_experts)
+        outputs = tuple(range(start + part.start, start + part.stop) for start in starts for part in outputs)
     try:
-        return weight.taken(sharding.outputs(name, share.rank, rows), inputs)
+        return weight.taken(outputs, inputs)
     except ValueError as error:
         each = sum(map(len, inputs or ()))
         raise UnsupportedModel(
@@ -394,7 +462,7 @@ def _stored_parts(directory: Path, linears: Collection[str]) -> dict[str, dict[s
     found: dict[str, dict[str, tuple[Path, str]]] = defaultdict(dict)
     for key, path in _files_by_key(directory).items():
         if (name := module_of(key, linears)) is not None:
-            found[name][key.removeprefix(f"{name}.")] = path, key
+            found[name][with_dot(key).removeprefix(f"{name}.")] = path, key
     return found
 
 

@@ -12,6 +12,7 @@ one rank, and act on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -22,16 +23,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
 
 from loramux.common.settings.file import Settings
+from loramux.engine.execution.assembly import find_device
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.rank_worker import (
     CopyPages,
@@ -44,13 +46,16 @@ from loramux.engine.execution.rank_worker import (
     RestoreKv,
     RunStep,
     SaveKv,
+    StepsRecorded,
     Stop,
+    WeightsRead,
     receive,
     send,
     serve_in_process,
     serve_rank,
 )
 from loramux.engine.execution.runner import PackedStep
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
@@ -62,6 +67,11 @@ from loramux_adapters.sharding import Sharding
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, LoraWeights
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", WeightsRead, RankReady, StepsRecorded)
+
+POLL_S = 5e-5
+"""Seconds between two questions to a GPU if its step has ended."""
 
 END_TIMEOUT_S = 5.0
 """Seconds after which a rank that was told to stop and has not ended is killed."""
@@ -79,6 +89,9 @@ class OtherRank:
         self.process: BaseProcess | None = None
         self._asking = threading.Lock()
         context = multiprocessing.get_context("spawn")
+        self.num_told = 0
+        """Messages that were sent in the order of the steps."""
+        self._telling = threading.Lock()
         self.steps, their_steps = context.Pipe()
         self._adapters, their_adapters = context.Pipe()
         arguments = (settings, rank, meeting, their_steps, their_adapters)
@@ -96,6 +109,15 @@ class OtherRank:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         their_steps.close()
         their_adapters.close()
+
+    def tell(self, message: Any) -> None:
+        """Send a message in the order of the steps. Any thread may call it."""
+        try:
+            with self._telling:
+                self.num_told += 1
+                send(self.steps, message)
+        except OSError as error:
+            raise RankDied(self.reason()) from error
 
     def ask(self, question: Any) -> Any:
         """Send a message about adapters and wait for the answer. Any thread may call it."""
@@ -135,7 +157,10 @@ class RankTeam:
         self._timeout_s = settings.engine.step_timeout_s
         self.others: list[OtherRank] = []
         self._dead: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._is_closed = False
+        self._is_closed = threading.Event()
+        self._may_wait = False
+        """True if rank 0 may wait in a collective."""
+        self._is_on_gpu = find_device(settings.engine.device).type == "cuda"
         self.on_death: Callable[[], None] = lambda: None
         """Called on another thread when a rank has ended."""
         try:
@@ -146,8 +171,8 @@ class RankTeam:
         if not settings.engine.in_process:
             threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
-    def wait_ready(self) -> list[RankReady]:
-        """Wait until each rank has loaded. Raises UnsupportedModel or RankDied if one cannot."""
+    def wait_for(self, kind: type[Answer]) -> list[Answer]:
+        """Wait for each rank's next answer, of this kind. Raises UnsupportedModel or RankDied if one cannot serve."""
         found = []
         for other in self.others:
             try:
@@ -156,21 +181,29 @@ class RankTeam:
                 raise RankDied(other.reason()) from error
             if isinstance(answer, RankRefused):
                 raise UnsupportedModel(answer.reason) if answer.is_refusal else RankDied(answer.reason)
-            assert isinstance(answer, RankReady), "the first message of a rank"
+            assert isinstance(answer, kind), "the answers at a start have an order"
             found.append(answer)
+        self._may_wait = True
         return found
 
-    def run(self, packed: PackedStep) -> None:
-        """Send a step without the parts that only the sampler needs."""
-        self.tell(RunStep(replace(packed, scored=None)))
+    def run(self, packed: PackedStep, images: StepImages | None) -> None:
+        """Send a step."""
+        self.tell(RunStep(packed.for_other_ranks(), images))
 
     def tell(self, message: Any) -> None:
         """Send a message to every rank, in order with the steps."""
         for other in self.others:
-            try:
-                send(other.steps, message)
-            except OSError as error:
-                raise RankDied(other.reason()) from error
+            other.tell(message)
+
+    def wait_until(self, has_ended: Callable[[], bool]) -> None:
+        """Wait for a GPU by asking it, because a recorded collective with a rank that has ended never ends. Raises
+        RankDied."""
+        deadline = time.monotonic() + self._timeout_s
+        while not has_ended():
+            self.ensure_alive()
+            if time.monotonic() > deadline:
+                raise RankDied(self._silence)
+            time.sleep(POLL_S)
 
     def ensure_alive(self) -> None:
         """Raise RankDied if a rank has ended."""
@@ -187,19 +220,21 @@ class RankTeam:
         if not self._dead.empty():
             return RankDied(self._dead.get())
         if "timed out" in str(error).lower():
-            return RankDied(f"a rank of the engine did not answer within engine.step_timeout_s = {self._timeout_s:g} s")
+            return RankDied(self._silence)
         return error
+
+    @property
+    def _silence(self) -> str:
+        return f"a rank of the engine did not answer within engine.step_timeout_s = {self._timeout_s:g} s"
 
     def close(self) -> None:
         """End the ranks: tell them to stop, and kill those that do not."""
-        if self._is_closed:
+        if self._is_closed.is_set():
             return
-        self._is_closed = True
+        self._is_closed.set()
         for other in self.others:
-            try:
-                send(other.steps, Stop())
-            except OSError:
-                continue
+            with contextlib.suppress(RankDied):
+                other.tell(Stop())
         for other in self.others:
             if (process := other.process) is not None:
                 process.join(END_TIMEOUT_S)
@@ -213,7 +248,7 @@ class RankTeam:
         """End all ranks when the first one ends, because the others would wait for it in a collective."""
         processes = {other.process.sentinel: other for other in self.others if other.process is not None}
         ended = wait(list(processes))
-        if self._is_closed:
+        if self._is_closed.is_set():
             return
         other = next(one for sentinel, one in processes.items() if sentinel in ended)
         reason = other.reason()
@@ -223,6 +258,19 @@ class RankTeam:
             if one is not other and one.process is not None:
                 one.process.kill()
         self.on_death()
+        # The thread of the steps raises RankDied, unless it waits for the GPU, for example while it records a step.
+        while self._is_on_gpu and not self._is_closed.wait(END_TIMEOUT_S):
+            if self._may_wait:
+                os._exit(1)
+
+
+class RankedFence(NamedTuple):
+    """A point in the order of the steps, on all ranks."""
+
+    event: torch.cuda.Event | None
+    """End of rank 0's steps; None on a CPU."""
+    num_told: tuple[int, ...]
+    """Messages that each other rank has got."""
 
 
 class RankedBank:
@@ -233,43 +281,53 @@ class RankedBank:
         self._bank = bank
         self._sharding = sharding
         self._team = team
+        self._dropped_after: dict[int, tuple[int, ...]] = {}
+        """Messages that each other rank had got when it was told to drop a slot's last adapter."""
 
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
         """Lay out a rank's share of a validated adapter. Raises AdapterRejected if its rank is too large."""
         return self._bank.plan_layout(shard_plan(plan, self._sharding))
 
-    def fence(self) -> torch.cuda.Event | None:
-        """Return the end of all steps that rank 0 has launched so far."""
-        return self._bank.fence()
+    def fence(self) -> RankedFence:
+        """Return the end of all steps that were launched so far."""
+        return RankedFence(self._bank.fence(), self._num_told())
 
     def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
         """Return the whole adapter: its tensors are cut when it is installed."""
         return prepare(weights, self.plan_layout(weights.plan))
 
-    def install(self, adapter: PreparedAdapter, pages: list[int], fence: torch.cuda.Event | None) -> int:
-        """Copy each rank's share into `pages` of that rank, and return the slot that serves the adapter."""
+    def install(self, adapter: PreparedAdapter, pages: list[int], fence: RankedFence) -> int:
+        """Copy each rank's share into `pages` of that rank after `fence`, and return the slot that serves the
+        adapter."""
         weights = adapter.source
         assert isinstance(weights, AdapterWeights), "prepared by this class"
         own = self._bank.prepare(shard_weights(weights, self._sharding, 0))
-        slot = self._bank.install(own, pages, fence)
+        slot = self._bank.install(own, pages, fence.event)
+        # The slot may have become free after the fence.
+        dropped_after = self._dropped_after.get(slot, fence.num_told)
         installed: list[OtherRank] = []
         try:
-            for other in self._team.others:
+            for other, *places in zip(self._team.others, fence.num_told, dropped_after, strict=True):
                 share = shard_weights(weights, self._sharding, other.rank)
-                other.ask(InstallAdapter(slot, share, pages))
+                other.ask(InstallAdapter(slot, share, pages, max(places)))
                 installed.append(other)
         except BaseException:
-            for other in installed:
-                other.ask(DropAdapter(slot))
-            self._bank.drop(slot)
+            self._drop(slot, installed)
             raise
         return slot
 
     def drop(self, slot: int) -> None:
-        """Forget a slot; its pages may be overwritten as soon as this returns."""
-        for other in self._team.others:
-            other.ask(DropAdapter(slot))
-        self._bank.drop(slot)
+        """Forget a slot. After this call, its pages may be overwritten after a new fence."""
+        self._drop(slot, self._team.others)
+
+    def _drop(self, slot: int, installed: Sequence[OtherRank]) -> None:
+        for other in installed:
+            other.tell(DropAdapter(slot))
+        self._dropped_after[slot] = self._num_told()
+        self._bank.drop(slot)  # last: another load may take the slot from here on
+
+    def _num_told(self) -> tuple[int, ...]:
+        return tuple(other.num_told for other in self._team.others)
 
 
 class RankedHostKv:
@@ -299,7 +357,7 @@ class RankedHostKv:
 
 @dataclass(frozen=True, slots=True)
 class RankedLinear:
-    """A linear whose weights are spread over several ranks."""
+    """A linear whose weights are spread over several ranks. What is joined is on the host."""
 
     name: str
     own: FittedLinear
@@ -311,7 +369,7 @@ class RankedLinear:
 
     def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
         """Add up the ranks' parts, or join them; see FittedLinear."""
-        own = self.own.merged_squares(self._share(pair, 0))
+        own = self.own.merged_squares(self._share(pair, 0)).cpu()
         if not (self.sharding.is_row_parallel(self.name) or self.sharding.outputs(self.name, 0, self.out_features)):
             return own
         total = own.new_zeros(self.out_features)
@@ -326,8 +384,7 @@ class RankedLinear:
     def _parts(self, own: torch.Tensor, pair: LoraWeights) -> Iterator[tuple[int, torch.Tensor]]:
         yield 0, own
         for other in self.others:
-            answer = other.ask(MergedSquares(self.name, self._share(pair, other.rank)))
-            yield other.rank, answer.to(own.device)
+            yield other.rank, other.ask(MergedSquares(self.name, self._share(pair, other.rank)))
 
     def _share(self, pair: LoraWeights, rank: int) -> LoraWeights:
         """Return the part of `pair` that fits the rank's own weights; those of the head may be filled up with zeros."""
@@ -405,8 +462,9 @@ def _bias(
     """Join the ranks' biases. If the outputs are a sum, only rank 0 has the bias."""
     if own.bias is None:
         return None
-    whole = own.bias.new_zeros(out_features)
-    for rank, bias in enumerate((own.bias, *(one.biases[name] for one in ready))):
+    ranks_own = (own.bias.cpu(), *(one.biases[name] for one in ready))
+    whole = ranks_own[0].new_zeros(out_features)
+    for rank, bias in enumerate(ranks_own):
         shares = sharding.outputs(name, rank, out_features)
         if shares is not None:
             place_shares(whole, shares, bias)

@@ -2,9 +2,13 @@
 
 Messages are plain data, pickled over pipes. Pipes are used instead of collectives because an idle engine then waits
 without a time-out, and the end of a process is noticed at once. There are two pipes for each rank, because adapters are
-loaded while steps run: one in the order of the steps (`RunStep`, `SaveKv`, `RestoreKv`, `CopyPages`, `Stop`), without
-answers, and one for calls about adapters (`InstallAdapter`, `DropAdapter`, `MergedSquares`, `HoldsRows`), each with an
-answer.
+loaded while steps run: one in the order of the steps (`RunStep`, `SaveKv`, `DropAdapter`, `Stop` and others), without
+answers, and one for calls about adapters (`InstallAdapter`, `MergedSquares`, `HoldsRows`), each with an answer.
+
+**Installs are ordered by step.** On GPUs rank 0 launches steps without waiting for them, so another rank may launch
+them later. So an adapter is dropped in the order of the steps, and an install names the messages that this rank must
+have handled before: the steps that may read the pages' old contents, and the end of the slot's last adapter. Then the
+copy waits for the end of these steps on this rank's own GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,14 +33,21 @@ from transformers.utils.logging import disable_progress_bar
 from loramux.common import logs
 from loramux.common.garbage import freeze_garbage
 from loramux.common.settings.file import Settings
-from loramux.engine.execution.assembly import AssembledModel, load_share
+from loramux.engine.execution.assembly import AssembledModel, find_device, load_share
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.runner import PackedStep, run_forward
+from loramux.engine.execution.checkpoint import max_positions
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.runner import PackedStep, StepGraphs, run_forward
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.errors import BaseUnusable
 from loramux_adapters.weights import AdapterWeights, LoraWeights
+from loramux_kernels.device import runs_triton
 
 logger = logging.getLogger(__name__)
+
+RunsStep = Callable[[PackedStep, StepImages | None], object]
+"""Runs this rank's part of a step."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -47,6 +59,8 @@ class RunStep:
     """Run one forward."""
 
     packed: PackedStep
+    images: StepImages | None = None
+    """Rows of images, which rank 0 has computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +88,45 @@ class CopyPages:
 
 
 @dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Forget a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the rank."""
 
 
+# Answers of a rank at its start, in this order.
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """The rank has read its weights, and waits for the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """The rank's answer once it has loaded."""
+    """The rank has a pool."""
 
     num_pages: int
     page_elements: int
     biases: dict[str, torch.Tensor]
-    """The rank's own biases `[out_features]`, by linear."""
+    """The rank's own biases `[out_features]` on the host, by linear."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRecorded:
+    """The rank can run steps."""
+
+    graphs: StepGraphs
 
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank's answer if it cannot serve."""
+    """The rank's answer, instead of the first ones, if it cannot serve."""
 
     reason: str
     is_refusal: bool
@@ -107,13 +143,8 @@ class InstallAdapter:
     slot: int
     weights: AdapterWeights
     pages: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class DropAdapter:
-    """Forget a slot."""
-
-    slot: int
+    after: int
+    """Number of messages in the order of the steps that are handled before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +184,9 @@ def serve_in_process(
     logs.configure(settings.logging.format, settings.logging.level)
     disable_progress_bar()
     serve_rank(settings, rank, meeting, steps, adapters, freeze_garbage)
+    if find_device(settings.engine.device).type == "cuda":
+        logging.shutdown()
+        os._exit(0)  # NCCL would wait for the other ranks, which may be gone
 
 
 def _kill_with_parent(parent: int) -> None:
@@ -174,7 +208,7 @@ def serve_rank(
     """Load, call `loaded`, and serve until rank 0 sends Stop, is gone, or a step fails; the step then fails on rank 0
     too."""
     try:
-        share = load_share(settings, rank, meeting)
+        share = load_share(settings, rank, meeting, meet=lambda: send(steps, WeightsRead()))
     except (UnsupportedModel, BaseUnusable) as refusal:
         _refuse(steps, RankRefused(str(refusal), is_refusal=True))
         return
@@ -183,18 +217,50 @@ def serve_rank(
         _refuse(steps, RankRefused(f"rank {rank}: {type(error).__name__}: {error}", is_refusal=False))
         return
     loaded()
-    threading.Thread(target=_answer, args=(share, adapters), daemon=True, name=f"rank-{rank}-adapters").start()
+    handled = HandledMessages()
+    threading.Thread(target=_answer, args=(share, handled, adapters), daemon=True, name=f"rank-{rank}-adapters").start()
     bank = share.forward.bank
-    send(steps, RankReady(bank.pool.numel() // bank.page_elements, bank.page_elements, _biases(share)))
     try:
-        _run(share, settings, steps)
+        send(steps, RankReady(bank.pool.numel() // bank.page_elements, bank.page_elements, _biases(share)))
+        run_step, graphs = _runner(share, settings)
+        send(steps, StepsRecorded(graphs))
+        _run(share, settings, run_step, handled, steps)
     except (EOFError, OSError):
         pass  # rank 0 is gone: there is nothing left to serve
     except RuntimeError as error:  # a collective with a rank that has died or does not answer
         logger.error("rank %d ends: %s", rank, str(error).partition("\n")[0])
     finally:
+        handled.end()
         steps.close()
         adapters.close()
+
+
+class HandledMessages:
+    """Number of messages in the order of the steps that a rank has handled: on a GPU, launched."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._has_ended = False
+        self._changed = threading.Condition()
+
+    def count_one(self) -> None:
+        """Count a message."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let `wait_for` raise EOFError from now on."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until `count` messages are handled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._count >= count)
+            if self._has_ended:
+                raise EOFError
 
 
 def _refuse(steps: Connection, refusal: RankRefused) -> None:
@@ -204,34 +270,63 @@ def _refuse(steps: Connection, refusal: RankRefused) -> None:
 
 def _biases(share: AssembledModel) -> dict[str, torch.Tensor]:
     linears = share.local_weights.linears
-    return {name: linear.bias for name, linear in linears.items() if linear.bias is not None}
+    return {name: linear.bias.cpu() for name, linear in linears.items() if linear.bias is not None}
 
 
-def _run(share: AssembledModel, settings: Settings, steps: Connection) -> None:
-    """Run steps, and copies of KV, in the order in which rank 0 sends them."""
+def _runner(
+    share: AssembledModel, settings: Settings
+) -> tuple[Callable[[PackedStep, StepImages | None], object], StepGraphs]:
+    """Return the function that runs this rank's part of a step, and its recordings."""
+    forward = share.forward
+    if not runs_triton(forward.bank.pool):
+        return partial(run_forward, forward), StepGraphs()
+    # Imported only if it runs, because it needs triton.
+    from loramux.engine.execution.gpu_runner import GpuRunner
+
+    sampler, states = DeviceSampler((), forward.bank.pool.device), share.states.num_pages
+    longest = settings.engine.max_model_len or max_positions(forward.model.config)
+    runner = GpuRunner.build(forward, sampler, None, share.limits, longest, share.block_size, states)
+    return runner.follow, runner.graphs
+
+
+def _run(
+    share: AssembledModel,
+    settings: Settings,
+    run_step: RunsStep,
+    handled: HandledMessages,
+    steps: Connection,
+) -> None:
+    """Handle messages in the order in which rank 0 sends them."""
     bank = share.forward.bank
     host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
     while True:
         match receive(steps):
-            case RunStep(packed):
-                run_forward(share.forward, packed)
+            case RunStep(packed, images):
+                run_step(packed, images)
             case SaveKv(pages, slots):
                 host_kv.save(pages, slots)
             case RestoreKv(slots, pages):
                 host_kv.restore(slots, pages)
             case CopyPages(pages, targets):
                 host_kv.copy(pages, targets)
+            case DropAdapter(slot):
+                bank.drop(slot)
             case Stop():
                 return
+        handled.count_one()
 
 
-def _answer(share: AssembledModel, adapters: Connection) -> None:
+def _answer(share: AssembledModel, handled: HandledMessages, adapters: Connection) -> None:
     """Answer rank 0's calls about adapters, on another thread than the steps."""
+    if (device := share.forward.bank.pool.device).type == "cuda":
+        torch.cuda.set_device(device)
     while True:
         try:
             question = receive(adapters)
             try:
-                answer = _answered(share, question)
+                answer = _answered(share, handled, question)
+            except EOFError:
+                return
             except Exception as error:
                 answer = error
             send(adapters, answer)
@@ -240,13 +335,13 @@ def _answer(share: AssembledModel, adapters: Connection) -> None:
 
 
 @torch.inference_mode()
-def _answered(share: AssembledModel, question: Any) -> Any:
+def _answered(share: AssembledModel, handled: HandledMessages, question: Any) -> Any:
     bank = share.forward.bank
     match question:
-        case InstallAdapter(slot, weights, pages):
-            bank.install(bank.prepare(weights), pages, slot=slot)
-        case DropAdapter(slot):
-            bank.drop(slot)
+        case InstallAdapter(slot, weights, pages, after):
+            adapter = bank.prepare(weights)
+            handled.wait_for(after)
+            bank.install(adapter, pages, slot=slot)
         case MergedSquares(module, pair):
             return share.local_weights.linears[module].merged_squares(pair).cpu()
         case HoldsRows(module, start, rows):

@@ -34,19 +34,20 @@ from loramux.engine.execution.attention import AttentionStep, UnsupportedModel
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, Sampler, ScoredRows, split_scored
 from loramux.engine.execution.vision import (
+    NO_EFFECTS,
+    ImageEffects,
     RowsOfImage,
     StepImages,
-    num_deep_rows,
     rotary_positions,
     row_ends,
     rows_of_images,
-    sees_ahead,
 )
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
-from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
+from loramux.engine.scheduling.sequence import BASE_SLOT, PENDING, Chunk, Step
 from loramux_adapters.bank import AdapterBank, ResidentClassifier, StepExtras
-from loramux_adapters.families import ImageForm, images_of
+from loramux_adapters.families import images_of
+from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import to_host
 from loramux_kernels.fixed_product import FixedProducts
 from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
@@ -95,6 +96,9 @@ class Runner(Protocol):
     graphs: StepGraphs
     """Its recordings of steps; none on a CPU."""
 
+    image_rows: ImageRows[torch.Tensor] | None
+    """Rows of images, if the model reads images."""
+
     def launch(self, step: Step) -> LaunchedStep:
         """Start a step."""
 
@@ -137,11 +141,38 @@ class PackedStep:
     positions count tokens: all three are then `position_ids`."""
     images: tuple[RowsOfImage, ...] = ()
     """The rows of images."""
+    page_changes: PageChanges | None = None
+    """Changes of the tables of a `BlockTableStore` since the step before."""
+    row_ends: Ints | None = None
+    """int32[T]; one past the last position that each row sees. None: each row sees up to itself."""
+    activations: Ints | None = None
+    """int32[S]; see `AttentionBatch`. None: 0 for each chunk."""
 
     @property
     def decodes(self) -> bool:
         """Is every row a separate sequence that samples?"""
         return len(self.input_ids) == len(self.sampled_rows) == len(self.context_lens)
+
+    @property
+    def follows_unknown_tokens(self) -> bool:
+        """True if a token of the step is known on the device alone."""
+        return bool((self.input_ids == PENDING).any())
+
+    def for_other_ranks(self) -> PackedStep:
+        """Return the step as the other ranks need it: without parts of the sampler, and without tables that they
+        keep."""
+        if self.table_rows is None:
+            return replace(self, scored=None)
+        return replace(self, scored=None, block_table=self.block_table[:0], state_tables=self.state_tables[:0])
+
+
+class PageChanges(NamedTuple):
+    """Changes of block tables."""
+
+    places: Ints
+    """int64[n]; elements of the flattened tables."""
+    pages: Ints
+    """int32[n]; their new values."""
 
 
 class BlockTableStore(Protocol):
@@ -153,17 +184,22 @@ class BlockTableStore(Protocol):
     def rows_of(self, chunks: Collection[Chunk]) -> Ints:
         """Return the row of each chunk's sequence, int64[S], after the row has the sequence's pages."""
 
+    def take_changes(self) -> PageChanges | None:
+        """Return the changes since the last call; None if there are none."""
+
 
 def pack(
     step: Step,
     block_size: int,
     state_pages: int = 0,
     block_tables: BlockTableStore | None = None,
-    images: ImageForm | None = None,
+    effects: ImageEffects = NO_EFFECTS,
+    changes_latents: Callable[[int], bool] | None = None,
 ) -> PackedStep:
     """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states.
 
-    If `block_tables` is given, it holds the step's tables. `images`: the form of images in prompts.
+    If `block_tables` is given, it holds the step's tables. `effects` are those of images. `changes_latents` returns
+    whether the adapter in a slot changes the expansion of a compressed KV; None: no adapter does.
     """
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
@@ -182,7 +218,13 @@ def pack(
     owners = np.repeat(np.arange(len(chunks)) if table_rows is None else table_rows, lengths)
     pages = block_table[owners, positions // block_size].astype(np.int64)
     firsts = cu_seqlens.tolist()
-    rotary = _rotary_positions(chunks, firsts, positions) if images is not None and images.has_places else None
+    rotary = _rotary_positions(chunks, firsts, positions) if effects.has_places else None
+    images = tuple(
+        rows
+        for first, chunk in zip(firsts, chunks, strict=False)
+        if chunk.sequence.request.images
+        for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
+    )
     sampled: list[int] = []
     scored = ScoredRows()
     for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
@@ -205,12 +247,10 @@ def pack(
         scored=scored if scored.rows else None,
         table_rows=table_rows,
         rotary_positions=rotary,
-        images=tuple(
-            rows
-            for first, chunk in zip(firsts, chunks, strict=False)
-            if chunk.sequence.request.images
-            for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
-        ),
+        images=images,
+        page_changes=None if block_tables is None else block_tables.take_changes(),
+        row_ends=row_ends(positions, images) if images and effects.sees_ahead else None,
+        activations=None if changes_latents is None else _activations(chunks, changes_latents),
     )
 
 
@@ -223,6 +263,17 @@ def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Int
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
     return rotary
+
+
+def _activations(chunks: Sequence[Chunk], changes_latents: Callable[[int], bool]) -> Ints | None:
+    """Return the leading tokens of each chunk's sequence that its adapter does not expand; None if all are 0."""
+    if all(chunk.sequence.activation is None for chunk in chunks):
+        return None
+    found = [
+        chunk.sequence.activation or 0 if chunk.slot != BASE_SLOT and changes_latents(chunk.slot) else 0
+        for chunk in chunks
+    ]
+    return np.array(found, dtype=np.int32) if any(found) else None
 
 
 def _segments(step: Step) -> Segments | None:
@@ -240,12 +291,12 @@ class StepInputs:
     input_ids: torch.Tensor
     """int64[T]"""
     position_ids: torch.Tensor
-    """int64[T]"""
+    """int64[T], or int64[3, T] by time, height and width"""
     batch: AttentionBatch
     sampled_rows: torch.Tensor
     """int64: the rows whose logits are needed."""
     images: StepImages | None = None
-    """Images of the step; None if it has no rows of images, and positions count tokens."""
+    """Images of the step; None if it has no rows of images."""
 
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
@@ -262,10 +313,18 @@ class Forward:
     """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: list[KvLayer], bank: AdapterBank, *, is_invariant: bool = False
+        self,
+        model: PreTrainedModel,
+        layers: list[KvLayer],
+        bank: AdapterBank,
+        *,
+        is_invariant: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`is_invariant`: on a GPU, no row's result depends on the other rows of a step."""
+        """`is_invariant`: on a GPU, no row's result depends on the other rows of a step. `ranks`: the ranks that share
+        the model; None: the model is whole."""
         self.model = model
+        self.ranks = ranks
         self.is_invariant = is_invariant
         self.bank = bank
         self.layers = layers
@@ -277,12 +336,12 @@ class Forward:
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
-        self.sees_ahead = sees_ahead(model.config)
-        """Layers in which a token of an image sees the image's later tokens."""
+        self.effects = ImageEffects.of(model.config)
+        """Changes that images make to a step."""
         self._images: StepImages | None = None
         if images_of(model.config.model_type) is not None:
             self._decoder.register_forward_pre_hook(self._place_images, with_kwargs=True)
-        for depth in range(1, 1 + num_deep_rows(model.config)):
+        for depth in range(1, 1 + self.effects.num_deep_rows):
             self._decoder.get_submodule(f"layers.{depth - 1}").register_forward_hook(
                 partial(self._add_deep_rows, depth)
             )
@@ -300,12 +359,11 @@ class Forward:
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         self._images = inputs.images
-        by_axis = None if inputs.images is None else inputs.images.positions
         serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
         with self._products(), serving, self._decoding_by(decode):
             logits: torch.Tensor = self.model(
                 input_ids=inputs.input_ids[None],
-                position_ids=inputs.position_ids[None] if by_axis is None else by_axis[:, None],
+                position_ids=_batch_of_one(inputs.position_ids),
                 use_cache=False,
                 logits_to_keep=inputs.sampled_rows,
                 attention_step=self._attention_step(inputs),
@@ -316,22 +374,24 @@ class Forward:
 
     def _place_images(self, _module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         """Put the rows of images in the place of their placeholders' embeddings."""
-        if self._images is not None and self._images.features is not None:
+        if self._images is not None:
             inputs["inputs_embeds"][0, self._images.rows] = self._images.features[0]
 
     def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
         """Add the rows of images that belong after the layer number `depth`, counted from 1."""
-        if self._images is not None and self._images.features is not None:
+        if self._images is not None:
             hidden[0, self._images.rows] += self._images.features[depth]
 
     def hidden_states(
         self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
     ) -> torch.Tensor:
-        """Return the hidden states `[T, hidden]`, after the last norm, of `embeddings` `[T, hidden]`."""
+        """Return the hidden states `[T, hidden]`, after the last norm, of `embeddings` `[T, hidden]`, in which images
+        have been placed."""
+        self._images = inputs.images
         with self._products(), self.bank.serving(segments, extras, inputs.batch.slot_mapping):
             hidden: torch.Tensor = self._run_decoder(
                 inputs_embeds=embeddings[None],
-                position_ids=inputs.position_ids[None],
+                position_ids=_batch_of_one(inputs.position_ids),
                 use_cache=False,
                 attention_step=self._attention_step(inputs),
                 **self._inputs_by_layer(inputs.input_ids),
@@ -353,8 +413,8 @@ class Forward:
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
         kept_rows = None if self._keeps_hidden else inputs.sampled_rows
-        is_mixed = self.sees_ahead == "in windows" and inputs.batch.row_ends is not None
-        causal_batch = replace(inputs.batch, row_ends=None) if is_mixed else None
+        is_mixed = self.effects.layers_ahead == "in windows" and inputs.batch.row_ends is not None
+        causal_batch = inputs.batch.causal if is_mixed else None
         return AttentionStep(self.layers, inputs.batch, self.states, kept_rows, causal_batch)
 
     @contextmanager
@@ -397,6 +457,11 @@ class Forward:
     def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._keeps_hidden:
             self._hidden = output.last_hidden_state[0]
+
+
+def _batch_of_one(positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions of a step as transformers takes them: [1, T], or [3, 1, T]."""
+    return positions.unsqueeze(-2)
 
 
 def _refused_product(name: str) -> UnsupportedModel:
@@ -511,8 +576,11 @@ class CompletedStep:
 class OtherRanks(Protocol):
     """The other ranks of an engine, as a runner needs them."""
 
-    def run(self, packed: PackedStep) -> None:
+    def run(self, packed: PackedStep, images: StepImages | None) -> None:
         """Make them run a step's forward."""
+
+    def wait_until(self, has_ended: Callable[[], bool]) -> None:
+        """Wait until a GPU has ended a step. Raises an error if a rank has ended, or if the wait is too long."""
 
     def explained(self, error: Exception) -> Exception:
         """Return the cause of a step's failure: the end of a rank, or else `error`."""
@@ -528,12 +596,13 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         slot_mapping=torch.from_numpy(packed.slot_mapping),
         state_tables=torch.from_numpy(packed.state_tables),
         prompt_lens=torch.from_numpy(packed.prompt_lens),
+        row_ends=None if packed.row_ends is None else torch.from_numpy(packed.row_ends),
+        activations=None if packed.activations is None else torch.from_numpy(packed.activations),
     )
-    if images is not None and images.row_ends is not None:
-        batch = replace(batch, row_ends=images.row_ends)
+    positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
-        position_ids=torch.from_numpy(packed.position_ids),
+        position_ids=torch.from_numpy(positions),
         batch=batch,
         sampled_rows=torch.from_numpy(packed.sampled_rows),
         images=images,
@@ -566,7 +635,6 @@ class CpuRunner:
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.image_rows: ImageRows[torch.Tensor] | None = None
         """Rows of images, if the model reads images."""
-        self._image_form = images_of(forward.model.config.model_type)
         self._forward = forward
         self._block_size = block_size
         self._state_pages = state_pages
@@ -574,12 +642,19 @@ class CpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
-        packed = pack(step, self._block_size, self._state_pages, images=self._image_form)
+        packed = pack(
+            step,
+            self._block_size,
+            self._state_pages,
+            effects=self._forward.effects,
+            changes_latents=self.bank.changes_latents,
+        )
+        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self._team is not None:
-            self._team.run(packed)
+            self._team.run(packed, images)
         masks = self._start_masks(step.sampling)
         self._forward.keep_hidden(bool(step.pooled))
-        logits, scores = split_scored(self._run(packed), packed.scored)
+        logits, scores = split_scored(self._run(packed, images), packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
         return CompletedStep(events, scores, pooled)
@@ -591,23 +666,13 @@ class CpuRunner:
         if self._constraints is not None:
             self._constraints.forget(request_id)
 
-    def _run(self, packed: PackedStep) -> torch.Tensor:
+    def _run(self, packed: PackedStep, images: StepImages | None) -> torch.Tensor:
         try:
-            return run_forward(self._forward, packed, self._images_of(packed))
+            return run_forward(self._forward, packed, images)
         except RuntimeError as error:
             if self._team is None:
                 raise
             raise self._team.explained(error) from error
-
-    def _images_of(self, packed: PackedStep) -> StepImages | None:
-        """Return the images of a step, with their rows."""
-        if packed.rotary_positions is None and not packed.images:
-            return None
-        assert self.image_rows is not None, "requests with images are refused otherwise"
-        rows = [(place, self.image_rows.rows_of(place.request_id, place.digest)) for place in packed.images]
-        looks = packed.images and self._forward.sees_ahead != "nowhere"
-        ends = row_ends(packed.position_ids, packed.images) if looks else None
-        return StepImages.of(packed.rotary_positions, rows, ends)
 
     def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:
         """Fill the masks on another thread while the model runs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -99,10 +100,18 @@ def sharded_tensors(
         yield found
 
 
+def with_dot(key: str) -> str:
+    """Return a tensor's name with a dot after the name of the quantized weight that it is a part of.
+
+    MXFP4's two tensors of a mixture's stacked weights are the only ones that are saved without the dot.
+    """
+    return re.sub(r"_(blocks|scales)$", r".\1", key)
+
+
 def module_of(key: str, modules: Collection[str]) -> str | None:
     """Return the module, of `modules`, that the tensor `key` belongs to; the tensor's own name may have dots. None:
     none."""
-    name = key
+    name = with_dot(key)
     while name:
         name = name.rpartition(".")[0]
         if name in modules:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loramux.engine.execution.runner import PackedStep, StepInputs
+from loramux.engine.execution.runner import PackedStep, PageChanges, StepInputs
+from loramux.engine.execution.vision import NO_EFFECTS, ImageEffects
 from loramux.engine.scheduling.sequence import Chunk
 from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
 from loramux_kernels.device import to_device
@@ -68,13 +69,18 @@ class BlockTables:
                 self._held[row] = pages[:]
         return np.array(rows, dtype=np.int64)
 
-    def stage(self) -> None:
-        """Put the pages that `on_device` lacks into the step's copy."""
+    def take_changes(self) -> PageChanges | None:
+        """Return the pages that `on_device` lacks, once."""
         if not self._changed:
-            return
+            return None
         width = self.pages.shape[1]
         places = np.concatenate([np.arange(row * width + a, row * width + b) for row, a, b in self._changed])
-        values = self.pages.reshape(-1)[places]
+        self._changed.clear()
+        return PageChanges(places, self.pages.reshape(-1)[places])
+
+    def stage(self, changes: PageChanges) -> None:
+        """Put changes into the step's copy."""
+        places, values = changes
         count = len(places)
         if count > NUM_PATCHES:
             self._patch = to_device(places, self._device), to_device(values, self._device)
@@ -87,7 +93,6 @@ class BlockTables:
         if self._patch is not None:
             self.on_device.view(-1).index_copy_(0, *self._patch)
             self._patch = None
-            self._changed.clear()
 
     def _forget_all_but(self, names: set[str]) -> None:
         for name in [name for name in self._row_of if name not in names]:
@@ -115,19 +120,23 @@ class StepBuffers:
         state_pages: int = 0,
         *,
         is_invariant: bool = False,
+        effects: ImageEffects = NO_EFFECTS,
     ) -> None:
         """`max_rank`: the largest rank of an adapter. The first `state_pages` pages of a sequence, in addition to
-        `max_blocks`, hold its states of fixed size. `is_invariant`: no row's result depends on the other rows."""
+        `max_blocks`, hold its states of fixed size. `is_invariant`: no row's result depends on the other rows.
+        `effects` are those of images."""
         self.max_rows, self.max_sequences, self.state_pages = max_rows, max_sequences, state_pages
-        self.is_invariant = is_invariant
+        self.is_invariant, self.sees_ahead = is_invariant, effects.sees_ahead
         self._max_rank = max_rank
         tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
         lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
-        self.memory = StagedMemory(lists + 8 * 8 * max_rows, device)
+        self.memory = StagedMemory(lists + 8 * 11 * max_rows, device)
         """Memory that a step sends in one copy."""
-        # Rows: input ids, positions, KV slots and adapters' slots.
-        self._rows = self.memory.reserve((4, max_rows), torch.int64)
-        self._rows.tensor[2:] = NO_SLOT
+        # Rows: input ids, positions (three of them if tokens have places), KV slots and adapters' slots.
+        self._rows = self.memory.reserve((6 if effects.has_places else 4, max_rows), torch.int64)
+        self._rows.tensor[-2:] = NO_SLOT
+        self._positions = self._rows.tensor[1:-2] if effects.has_places else self._rows.tensor[1]
+        self._row_ends = self.memory.reserve((max_rows,), torch.int32) if effects.sees_ahead else None
         # Rows whose token is PENDING, and the rows of the previous step that sampled these tokens.
         self._pending = self.memory.reserve((2, max_rows), torch.int64)
         self._sampled_rows = self.memory.reserve((max_rows,), torch.int64)
@@ -142,31 +151,38 @@ class StepBuffers:
     def fill(self, packed: PackedStep) -> StepInputs:
         """Put a step into the host's buffer, which `send` copies, and return its inputs on the device."""
         length, num_sampled = len(packed.input_ids), len(packed.sampled_rows)
-        rows = self._rows.on_host(4)
+        rows = self._rows.on_host(len(self._rows.tensor))
         # The rows that pad a recorded step: no bucket has more than twice the rows of a step, or 16 more.
-        rows[:2, length : 2 * length + 16] = 0
-        rows[2:, length : 2 * length + 16] = NO_SLOT
-        rows[:3, :length] = packed.input_ids, packed.position_ids, packed.slot_mapping
+        rows[:-2, length : 2 * length + 16] = 0
+        rows[-2:, length : 2 * length + 16] = NO_SLOT
+        rows[0, :length], rows[-2, :length] = packed.input_ids, packed.slot_mapping
+        rows[1:-2, :length] = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
         adapted = 0
         if (segments := packed.segments) is not None:
             adapted = segments.rows
-            rows[3, :adapted] = np.repeat(segments.slots, np.diff(segments.cu_seqlens))
-        rows[3, adapted:length] = NO_SLOT
+            rows[-1, :adapted] = np.repeat(segments.slots, np.diff(segments.cu_seqlens))
+        rows[-1, adapted:length] = NO_SLOT
+        if packed.row_ends is not None:
+            assert self._row_ends is not None, "a step of a model whose images see ahead"
+            self._row_ends.on_host(length)[:] = packed.row_ends
         self._sampled_rows.on_host(num_sampled)[:] = packed.sampled_rows
-        self.block_tables.stage()
+        if packed.page_changes is not None:
+            self.block_tables.stage(packed.page_changes)
         return StepInputs(
             input_ids=self._rows.tensor[0, :length],
-            position_ids=self._rows.tensor[1, :length],
+            position_ids=self._positions[..., :length],
             # The kernels' work lists are cut from the lengths on the host, so the lengths stay there.
             batch=AttentionBatch(
                 cu_seqlens=torch.from_numpy(packed.cu_seqlens),
                 context_lens=torch.from_numpy(packed.context_lens),
                 block_table=self._block_table,
-                slot_mapping=self._rows.tensor[2, :length],
+                slot_mapping=self._rows.tensor[-2, :length],
                 state_tables=self._state_tables,
                 prompt_lens=torch.from_numpy(packed.prompt_lens),
                 table_rows=None if packed.table_rows is None else torch.from_numpy(packed.table_rows),
                 is_invariant=self.is_invariant,
+                row_ends=None if packed.row_ends is None else self._ends(length),
+                activations=None if packed.activations is None else torch.from_numpy(packed.activations),
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )
@@ -196,21 +212,26 @@ class StepBuffers:
     def _rows_of(self, shape: TileShape) -> int:
         return self.max_sequences if shape == ROW else min(self.max_rows, MOST_RECORDED_ROWS)
 
-    def padded(self, rows: int) -> StepInputs:
+    def _ends(self, rows: int) -> torch.Tensor | None:
+        return None if self._row_ends is None else self._row_ends.tensor[:rows]
+
+    def padded(self, rows: int, *, with_ends: bool = False) -> StepInputs:
         """Return the first `rows` rows as a step's inputs: views, which show everything that is filled in later.
 
-        Before they are filled, the rows are sequences of one token each that are sampled.
+        Before they are filled, the rows are sequences of one token each that are sampled. `with_ends`: each row has an
+        end of what it sees, if tokens of an image see later ones.
         """
         return StepInputs(
             input_ids=self._rows.tensor[0, :rows],
-            position_ids=self._rows.tensor[1, :rows],
+            position_ids=self._positions[..., :rows],
             batch=AttentionBatch(
                 cu_seqlens=torch.arange(rows + 1, dtype=torch.int32),
                 context_lens=torch.ones(rows, dtype=torch.int32),
                 block_table=self._block_table,
-                slot_mapping=self._rows.tensor[2, :rows],
+                slot_mapping=self._rows.tensor[-2, :rows],
                 state_tables=self._state_tables,
                 is_invariant=self.is_invariant,
+                row_ends=self._ends(rows) if with_ends else None,
             ),
             sampled_rows=self._every_row[:rows],
         )
@@ -224,5 +245,5 @@ class StepBuffers:
         arrivals = self._arrivals[:rows] if tuple(shapes) == (ROW,) else None
         tile_map = TileMap(rows, whole_tiles(self._max_rank), tiles, is_invariant=self.is_invariant, arrivals=arrivals)
         attach_tile_map(segments, tile_map)
-        segments.use_row_slots(self._rows.tensor[3, :rows])
+        segments.use_row_slots(self._rows.tensor[-1, :rows])
         return segments

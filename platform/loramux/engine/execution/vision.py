@@ -16,8 +16,9 @@ count tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,11 +26,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers.models.pixtral import modeling_pixtral
 
 from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import ImageInput, Request
 from loramux_adapters.families import ImageForm, images_of, merge_of, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
+from loramux_adapters.prepared import pinned_bytes
+from loramux_kernels.device import to_device, to_host
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -55,42 +60,67 @@ class RowsOfImage(NamedTuple):
 class StepImages:
     """The images of a step."""
 
-    positions: torch.Tensor | None
-    """int64[3, T]: positions of all rows of the step, by time, height and width. None: positions count tokens."""
-    rows: torch.Tensor
+    rows: torch.Tensor | slice
     """int64[n]: the rows that are placeholders."""
-    features: torch.Tensor | None
-    """[1 + d, n, hidden]: embeddings of these rows, and what is added to them after each of the first d layers. None if
-    n = 0, as in steps that decode."""
-    row_ends: torch.Tensor | None = None
-    """int32[T]: one past the last position that each row of the step sees; None: each row sees up to itself."""
+    features: torch.Tensor
+    """[1 + d, n, hidden]: embeddings of these rows, and what is added to them after each of the first d layers."""
 
     @classmethod
     def of(
-        cls, positions: Ints | None, found: Iterable[tuple[RowsOfImage, torch.Tensor]], row_ends: Ints | None = None
-    ) -> StepImages:
-        """Make a step's images from its positions and its rows, each with all rows of its image."""
-        places, features = [torch.empty(0, dtype=torch.int64)], []
-        for place, rows in found:
-            places.append(torch.arange(place.row, place.row + place.length))
-            features.append(rows[:, place.first : place.first + place.length])
-        joined = torch.cat(features, dim=1) if features else None
-        return cls(
-            None if positions is None else torch.from_numpy(positions),
-            torch.cat(places),
-            joined,
-            None if row_ends is None else torch.from_numpy(row_ends),
-        )
+        cls, places: Sequence[RowsOfImage], image_rows: ImageRows[torch.Tensor] | None, device: torch.device
+    ) -> StepImages | None:
+        """Return the images at `places` of a step, with their rows on `device`; None if there are none.
+
+        A GPU copies the rows while the host continues.
+        """
+        if not places:
+            return None
+        assert image_rows is not None, "requests with images are refused otherwise"
+        numbers = np.concatenate([np.arange(place.row, place.row + place.length) for place in places])
+        found = [image_rows.rows_of(place.request_id, place.digest) for place in places]
+        features = found[0].new_empty(len(found[0]), len(numbers), found[0].shape[2], device=device)
+        done = 0
+        for place, rows in zip(places, found, strict=True):
+            for target, source in zip(features, rows, strict=True):  # each copy is of contiguous memory
+                part = source[place.first : place.first + place.length]
+                target[done : done + place.length].copy_(part, non_blocking=True)
+            done += place.length
+        return cls(to_device(numbers, device), features)
 
 
-def sees_ahead(config: PretrainedConfig) -> Literal["nowhere", "in every layer", "in windows"]:
-    """Return the layers in which a token of an image sees the image's later tokens."""
-    form = images_of(config.model_type)
-    if form is None:
-        return "nowhere"
-    if form.sees_ahead == "in windows" and config.get_text_config().use_bidirectional_attention != "vision":
-        return "nowhere"
-    return form.sees_ahead
+@dataclass(frozen=True, slots=True)
+class ImageEffects:
+    """Changes that images make to the steps of a model; none if it reads text alone."""
+
+    has_places: bool = False
+    """True if each token has a position in time, height and width."""
+    layers_ahead: Literal["nowhere", "in every layer", "in windows"] = "nowhere"
+    """Layers in which a token of an image sees the image's later tokens."""
+    num_deep_rows: int = 0
+    """Number of decoder layers to whose results rows of images are added."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ImageEffects:
+        """Return the effects in the model of `config`."""
+        if (form := images_of(config.model_type)) is None:
+            return cls()
+        text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+        is_causal = form.sees_ahead == "in windows" and text.use_bidirectional_attention != "vision"
+        num_deep_rows = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        return cls(form.has_places, "nowhere" if is_causal else form.sees_ahead, num_deep_rows)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """True if a token of an image sees later ones in some layers."""
+        return self.layers_ahead != "nowhere"
+
+    @property
+    def reaches_layers(self) -> bool:
+        """True if layers treat rows of images differently; False: an image changes only the inputs of the layers."""
+        return self.sees_ahead or self.num_deep_rows > 0
+
+
+NO_EFFECTS = ImageEffects()
 
 
 def row_ends(position_ids: Ints, images: Iterable[RowsOfImage]) -> Ints:
@@ -157,16 +187,49 @@ class Tower:
         self._form = form
         self._by_pixel = form.tower_reads == "placed patches"
         """True if the values of a pixel follow each other, and not those of a channel."""
+        scale, offset = scale.to(model.device), offset.to(model.device)
         self._scale, self._offset = (scale.T, offset.T) if self._by_pixel else (scale, offset)
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         config: Any = model.config
         vision = config.vision_config
         self._patch = int(vision.patch_size)
-        self._patch_bytes = len(scale) * getattr(vision, "temporal_patch_size", 1) * self._patch**2
+        self._patch_bytes = CHANNELS * getattr(vision, "temporal_patch_size", 1) * self._patch**2
         self._merge = merge_of(config, form)
         self._side = int(vision.image_size) // self._patch if form.tower_reads == "a square" else None
-        self.whole_tokens = most_tokens if sees_ahead(config) != "nowhere" else 0
+        effects = ImageEffects.of(config)
+        self.gpu_bytes = 0
+        """Memory of a GPU that the largest image takes while it is computed."""
+        self._most_tokens = most_tokens
+        self.whole_tokens = most_tokens if effects.sees_ahead else 0
         """Most tokens of an image, whose tokens one step must compute together; 0: they need not be."""
-        self._row_bytes = (1 + num_deep_rows(config)) * int(config.get_text_config().hidden_size) * model.dtype.itemsize
+        self._row_bytes = (1 + effects.num_deep_rows) * int(config.get_text_config().hidden_size) * model.dtype.itemsize
+
+    def measure(self, most_tokens: int) -> None:
+        """Compute a blank image of up to `most_tokens` tokens on a GPU, and set `gpu_bytes`.
+
+        The GPU loads its operators for it, so no image of a request waits for that. Raises torch.OutOfMemoryError.
+        """
+        if self._stream is None:
+            return
+        device = self._model.device
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the weights may still be copied
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self.encode(self.blank_image(most_tokens))
+        self.gpu_bytes = torch.cuda.max_memory_allocated(device) - before
+
+    def blank_image(self, most_tokens: int) -> ImageInput:
+        """Return the largest square image of up to `most_tokens` tokens that the tower reads."""
+        side = math.isqrt(min(most_tokens, self._most_tokens or most_tokens))
+        if self._side is not None:
+            side = self._side // self._merge
+        elif self._form.tower_reads == "a picture":  # its table of positions ends there
+            side = min(side, int(self._model.config.vision_config.image_size) // (self._patch * self._merge))
+        edge, num_lines = side * self._merge, side if self._form.breaks_lines else 0
+        num_tokens, patches = side * side + num_lines, bytes(edge * edge * self._patch_bytes)
+        return ImageInput(
+            digest="", patches=patches, grid=(1, edge, edge), start=0, num_tokens=num_tokens, num_lines=num_lines
+        )
 
     def fault_of(self, image: ImageInput) -> str | None:
         """Return why the tower cannot compute `image`."""
@@ -184,29 +247,44 @@ class Tower:
         return None
 
     def bytes_of(self, image: ImageInput) -> int:
-        """Return the bytes of the rows of `image`."""
-        return image.num_placeholders * self._row_bytes
+        """Return the bytes of the host's memory that the rows of `image` occupy."""
+        num_bytes = image.num_placeholders * self._row_bytes
+        return num_bytes if self._stream is None else pinned_bytes(num_bytes)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> torch.Tensor:
-        """Return the rows `[1 + d, num_placeholders, hidden]` of `image`, in the model's dtype."""
+        """Return the rows `[1 + d, num_placeholders, hidden]` of `image` on the host, in the model's dtype.
+
+        A GPU computes them on a separate stream, next to the steps, and this thread waits for it.
+        """
+        if self._stream is None:
+            return self._compute(image)
+        with torch.cuda.stream(self._stream):
+            rows = to_host(self._compute(image))
+            ended = torch.cuda.Event(blocking=True)  # a thread that waits for it takes no core
+            ended.record()
+        ended.synchronize()
+        return rows
+
+    def _compute(self, image: ImageInput) -> torch.Tensor:
         reads, in_patches = self._form.tower_reads, self._form.tower_reads.endswith("patches")
-        values = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8)
+        device = self._model.device
+        values = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8).to(device)
         channels = (-1, CHANNELS) if self._by_pixel else (CHANNELS, -1)
         by_channel = values.view(math.prod(image.grid) if in_patches else 1, *channels)
         pixels = by_channel.float().mul_(self._scale).add_(self._offset)
         if reads == "placed patches":  # the tower itself shifts the values, in float32
-            inputs = {"pixel_values": pixels.view(1, len(pixels), -1), "image_position_ids": _places(image)}
+            inputs = {"pixel_values": pixels.view(1, len(pixels), -1), "image_position_ids": _places(image).to(device)}
         elif reads == "patches":
             patches = pixels.flatten(1).to(self._model.dtype)
-            inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid])}
+            inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid], device=device)}
         else:
             size, copies = [side * self._patch for side in image.grid[1:]], 1
             sizes: dict[str, torch.Tensor] = {}
             if reads == "a picture":
                 # Of all images together transformers drops the dimension of a single row: two equal pictures have two.
                 copies += image.num_placeholders == 1
-                sizes = {"image_sizes": torch.tensor([size] * copies)}
+                sizes = {"image_sizes": torch.tensor([size] * copies, device=device)}
             pictures = pixels.unflatten(2, size).to(self._model.dtype).expand(copies, -1, -1, -1)
             inputs = {"pixel_values": pictures} | sizes
         output = self._model.get_image_features(**inputs)
@@ -220,16 +298,17 @@ def _places(image: ImageInput) -> torch.Tensor:
     return torch.stack((columns, lines), dim=-1).view(1, -1, 2)
 
 
-def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, num_ranks: int) -> str | None:
-    """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
+def images_refused(directory: Path, config: PretrainedConfig, *, over_gpus: bool = False) -> str | None:
+    """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are.
+
+    `over_gpus`: ranks on several GPUs share the model.
+    """
     if (form := images_of(config.model_type)) is None:
         return "the model reads text alone"
     if getattr(config, "vision_config", None) is None:
         return "the checkpoint has no vision tower"
-    if not on_cpu:
-        return 'images are served on CPUs; set engine.device = "cpu"'
-    if num_ranks > 1:
-        return "images are served by one rank; set engine.tensor_parallel_size = 1"
+    if over_gpus:
+        return "images are not sent to other GPUs; set engine.tensor_parallel_size = 1"
     return _missing_file(directory, form)
 
 
@@ -252,12 +331,14 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     for name, part in parts.items():
         if isinstance(part, PreTrainedModel) and "audio" not in name:
             part.set_attn_implementation(TOWER_ATTENTION)
+    if form.tower_reads == "a picture":
+        _mask_no_single_image()
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
     most_tokens = int(getattr(processor, "max_soft_tokens", 0))
     if form.tower_reads == "a square":
         _check_square(processor, model.config)
         most_tokens = int(model.config.mm_tokens_per_image)
-    if sees_ahead(model.config) != "nowhere" and not most_tokens:
+    if ImageEffects.of(model.config).sees_ahead and not most_tokens:
         raise UnsupportedModel("the image processor's files lack max_soft_tokens, the most tokens of an image")
     mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
@@ -267,6 +348,20 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     by_channel = torch.tensor([mean, deviation], dtype=torch.float64)[..., None]
     scale, offset = factor / by_channel[1], -by_channel[0] / by_channel[1]
     return Tower(model, form, scale.float(), offset.float(), most_tokens)
+
+
+def _mask_no_single_image() -> None:
+    """Let transformers' tower of pictures make no mask for one image, which has no patches of others to mask. The mask
+    would have an element for each pair of patches: 0.6 GB for 12,000 patches in float32.
+    """
+    make_mask = modeling_pixtral.generate_block_attention_mask
+    if isinstance(make_mask, partial):
+        return  # of an earlier tower in this process
+
+    def mask_others(make: Callable[..., torch.Tensor], patches: Sequence[int], rows: torch.Tensor) -> Any:
+        return None if len(patches) == 1 else make(patches, rows)
+
+    modeling_pixtral.generate_block_attention_mask = partial(mask_others, make_mask)
 
 
 def _check_square(processor: Any, config: Any) -> None:
@@ -286,8 +381,3 @@ def _check_square(processor: Any, config: Any) -> None:
             f"preprocessor_config.json's size is {dict(processor.size)}, and config.json's vision_config.image_size "
             f"{side}"
         )
-
-
-def num_deep_rows(config: PretrainedConfig) -> int:
-    """Return the number of decoder layers to whose results rows of images are added."""
-    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())

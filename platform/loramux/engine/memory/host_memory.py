@@ -16,19 +16,19 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from loramux.engine.memory.ranking import NEVER_USED, used_at
 from loramux.engine.memory.residency import Inspected, StoreJob
-from loramux.engine.messages import AdapterRef
+from loramux.engine.messages import AdapterRef, owner_of
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import AdapterPlan
@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 MAX_HUNG_READS = 64
 """Maximum number of hanging reads. If more reads hang, the storage counts as down, and loads fail immediately."""
+STUCK_SECONDS = 1.0
+"""Seconds in which no waiting job begins, after which one more thread does."""
 OVERHEAD_BYTES = float(1 << 20)
 """Cost of opening and checking an adapter, in addition to reading it: the bytes that take the same time to read."""
 
@@ -131,14 +133,14 @@ class AdapterTarget(Protocol):
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
         """Lay out the blocks of a validated adapter. Raises AdapterRejected if the adapter's rank is too large."""
 
-    def fence(self) -> torch.cuda.Event | None:
-        """Return the end of all steps launched so far; None on a CPU, where a launch returns after its step."""
+    def fence(self) -> Any:
+        """Return the end of all steps launched so far, as `install` takes it; its form is the target's own."""
 
     def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
         """Return an adapter, fitted to the base, as `install` takes it. Raises AdapterRejected as `plan_layout`
         does."""
 
-    def install(self, adapter: PreparedAdapter, pages: list[int], fence: torch.cuda.Event | None) -> int:
+    def install(self, adapter: PreparedAdapter, pages: list[int], fence: Any) -> int:
         """Copy an adapter into `pages` after `fence`, and return the slot that serves it."""
 
     def drop(self, slot: int) -> None:
@@ -164,51 +166,114 @@ class AdapterSource:
 
 
 class LoaderThreads:
-    """Threads that run jobs in order. A thread whose job is cancelled during its read hangs, and another replaces it.
+    """Threads that run jobs, those of each owner in order. The owner with the fewest running jobs is next, and has at
+    most as many of them as there are threads.
 
     A job has two parts. `read` waits for files and may hang; `write` does not wait. A job can be cancelled until
-    `write` begins, and then the pages that it would write to are free again.
+    `write` begins, and then the pages that it would write to are free again. A thread whose job is cancelled during its
+    read hangs, and another replaces it. Before that, reads that hang delay the jobs of other owners by STUCK_SECONDS:
+    if jobs wait and none has begun in this time, one more thread begins, until there are MAX_HUNG_READS of them.
     """
 
     def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:
         self._name = name
         self._clock = clock
-        self._jobs: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[Callable[[], bool]]] = OrderedDict()
+        """Jobs by their owner."""
+        self._running: Counter[str] = Counter()
+        """Running jobs of each owner, without those that were cancelled."""
+        self._num_begun = 0
         self._hung: set[str] = set()
         """Keys of jobs that were cancelled and are still reading."""
         self._threads = threads
+        self._num_spare = 0
+        """Threads beyond `threads`. As many end with their jobs."""
+        self._is_closed = False
         for _ in range(threads):
-            self._start_thread()
+            self._start_thread(self._work)
+        self._start_thread(self._watch)
 
     def submit(self, key: str, read: Callable[[], R], write: Callable[[R], T]) -> StoreJob[T]:
-        """Queue a job. The job fails immediately if a read of the same key hangs, or if too many reads hang."""
+        """Queue a job for the adapter `key`. The job fails immediately if a read of the same key hangs, or if too many
+        reads hang.
+        """
         job: StoreJob[T] = StoreJob()
         if key in self._hung or len(self._hung) >= MAX_HUNG_READS:
             job.set_exception(TimeoutError("the storage does not answer: earlier reads of it have not ended."))
             return job
         job.add_done_callback(lambda _: self._replace_hung_thread(key, job))
-        self._jobs.put(lambda: self._run(key, job, read, write))
+        with self._changed:
+            self._waiting.setdefault(owner_of(key), deque()).append(lambda: self._run(key, job, read, write))
+            self._changed.notify_all()
         return job
 
     def close(self) -> None:
         """End the threads after their current jobs, without waiting for threads that hang."""
-        for _ in range(self._threads):
-            self._jobs.put(None)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
-    def _start_thread(self) -> None:
-        threading.Thread(target=self._work, daemon=True, name=self._name).start()
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        threading.Thread(target=target, daemon=True, name=self._name).start()
+
+    def _next_owner(self) -> str | None:
+        """Return the owner whose job is next; None if no job may begin."""
+        allowed = [owner for owner in self._waiting if self._running[owner] < self._threads]
+        return min(allowed, key=self._running.__getitem__, default=None)
 
     def _work(self) -> None:
-        while (run := self._jobs.get()) is not None:
+        while (taken := self._take()) is not None:
+            owner, run = taken
             if not run():
                 return
+            with self._changed:
+                self._end_job(owner)
+                if self._num_spare:
+                    self._num_spare -= 1
+                    return
+
+    def _take(self) -> tuple[str, Callable[[], bool]] | None:
+        """Wait for a job and count it as running; return None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._next_owner() is not None)
+            if (owner := self._next_owner()) is None:
+                return None
+            jobs = self._waiting.pop(owner)
+            run = jobs.popleft()
+            if jobs:
+                self._waiting[owner] = jobs  # after the owners that have as few running jobs
+            self._running[owner] += 1
+            self._num_begun += 1
+            self._changed.notify_all()
+            return owner, run
+
+    def _end_job(self, owner: str) -> None:
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        self._changed.notify_all()
+
+    def _watch(self) -> None:
+        """Start one more thread whenever jobs wait and none has begun for STUCK_SECONDS."""
+        with self._changed:
+            while not self._is_closed:
+                self._changed.wait_for(lambda: self._is_closed or self._next_owner() is not None)
+                begun = partial(self._has_begun_since, self._num_begun)
+                if self._changed.wait_for(begun, STUCK_SECONDS):
+                    continue
+                if self._next_owner() is not None and self._num_spare + len(self._hung) < MAX_HUNG_READS:
+                    self._num_spare += 1
+                    self._start_thread(self._work)
+
+    def _has_begun_since(self, num_begun: int) -> bool:
+        return self._is_closed or self._num_begun > num_begun
 
     def _run(self, key: str, job: StoreJob[T], read: Callable[[], R], write: Callable[[R], T]) -> bool:
         """Run a job. Return False if the job was cancelled after its beginning, because another thread has then
         replaced this thread.
         """
-        with self._lock:
+        with self._changed:
             if job.cancelled():
                 return True
             job.started_at = self._clock()
@@ -223,10 +288,14 @@ class LoaderThreads:
         return not job.cancelled()
 
     def _replace_hung_thread(self, key: str, job: StoreJob[T]) -> None:
-        with self._lock:  # a job is either cancelled before it starts, or its thread knows that it is replaced
+        with self._changed:  # a job is either cancelled before it starts, or its thread knows that it is replaced
             if job.cancelled() and job.started_at is not None:
                 self._hung.add(key)
-                self._start_thread()
+                self._end_job(owner_of(key))
+                if self._num_spare:
+                    self._num_spare -= 1
+                else:
+                    self._start_thread(self._work)
 
 
 class DiskStore:
@@ -268,15 +337,11 @@ class DiskStore:
     def read(self, ref: AdapterRef, use: Callable[[AdapterWeights], T]) -> StoreJob[T]:
         """Read the weights, and call `use` with them on the CPU. The job has ended already if the weights are in the
         host's memory."""
-
-        def used(adapter: PreparedAdapter) -> T:
-            assert isinstance(adapter.source, AdapterWeights), "images are refused on a GPU"
-            return use(adapter.source)
-
-        if (kept := self._host.get(ref.digest)) is None:
-            return self._readers.submit(ref.digest, partial(self._prepared, ref), used)
+        kept = self._host.get(ref.digest)
+        if kept is None or not isinstance(kept.source, AdapterWeights):
+            return self._readers.submit(ref.digest, partial(self._weights, ref), use)
         job: StoreJob[T] = StoreJob()
-        job.set_result(used(kept))
+        job.set_result(use(kept.source))
         return job
 
     def drop(self, slot: int) -> None:
@@ -300,8 +365,14 @@ class DiskStore:
         return Inspected(num_pages, plan.invocation, plan.changes_tower, plan.images_refused)
 
     @torch.inference_mode()
-    def _install(self, pages: list[int], fence: torch.cuda.Event | None, adapter: PreparedAdapter) -> int:
+    def _install(self, pages: list[int], fence: Any, adapter: PreparedAdapter) -> int:
         return self._bank.install(adapter, pages, fence)
+
+    @torch.inference_mode()
+    def _weights(self, ref: AdapterRef) -> AdapterWeights:
+        source = self._prepared(ref).source
+        # For a GPU the cache keeps the contents of pages. These lack the weights that no step reads.
+        return source if isinstance(source, AdapterWeights) else self._source.load(ref)
 
     @torch.inference_mode()
     def _prepared(self, ref: AdapterRef) -> PreparedAdapter:

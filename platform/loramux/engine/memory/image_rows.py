@@ -1,7 +1,8 @@
 """Rows of images: requests wait here until the vision tower has computed their images.
 
 One thread computes one image at a time, next to the steps. Its priority is low: while a step computes on a core, the
-thread gets about a tenth of the core's time (`NICENESS`), so decoding rows are delayed by that share at most.
+thread gets about a tenth of the core's time (`NICENESS`), so decoding rows are delayed by that share at most. On a GPU
+it launches operators on a separate stream, and waits for them.
 
 Tenants take turns, image by image (one turn for each class of service), so many or huge images of one tenant delay
 another tenant's image by one image of each tenant that waits. A tenant whose images are computed waits for its requests
@@ -47,8 +48,9 @@ NICENESS = 10
 MAX_AHEAD = 4
 """Requests of a tenant and class whose images are computed and that have not started."""
 
-MAX_READS = 4
-"""Adapters that are read, or whose weights wait for their turn, before requests of further adapters begin."""
+MAX_READS, MAX_READS_OF_TENANT = 16, 3
+"""Adapters that are read, or whose weights wait for their turn, before requests of further adapters begin: of all
+tenants, and of one. So slow storage of a tenant's adapters leaves room for the reads of others."""
 
 Turn = tuple[ServiceClass, str]
 Rows = TypeVar("Rows")
@@ -90,6 +92,13 @@ class _Held(Generic[Rows]):
     """None: not computed yet."""
     users: int = 0
     """Requests that need the rows."""
+
+
+class _Read(NamedTuple):
+    """A read of an adapter that changes the tower."""
+
+    tenant: str
+    job: StoreJob[AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -140,7 +149,7 @@ class ImageRows(Generic[Rows]):
         """The revision of a request with an adapter, by the request's id."""
         self._inspecting: set[str] = set()
         """Revisions whose inspection the first request of a turn waits for."""
-        self._reads: dict[str, StoreJob[AbstractContextManager[None]]] = {}
+        self._reads: dict[str, _Read] = {}
         """Reads of revisions that change the tower, by the revision. Each read serves one image."""
         self._turns: OrderedDict[Turn, deque[_Waiting]] = OrderedDict()
         """Waiting requests by tenant and class, the next turn first."""
@@ -231,7 +240,7 @@ class ImageRows(Generic[Rows]):
         if inspected := {digest for digest in self._inspecting if not self._residency.is_inspecting(digest)}:
             self._inspecting -= inspected
             self._has_news = True
-        ended = [digest for digest, read in self._reads.items() if read.done()]
+        ended = [digest for digest, read in self._reads.items() if read.job.done()]
         turns, self._has_news = list(self._turns) if self._has_news or ended else [], False
         ready: list[Request] = []
         for turn in turns:
@@ -270,7 +279,8 @@ class ImageRows(Generic[Rows]):
         if self._residency.has_failed(digest):
             reason = self._residency.failure(digest)
             return _adapter_failed(reason)
-        if (read := self._reads.get(digest)) is not None and read.done() and (error := self._residency.error_of(read)):
+        job = None if (read := self._reads.get(digest)) is None else read.job
+        if job is not None and job.done() and (error := self._residency.error_of(job)):
             return _adapter_failed(str(error))
         refused = self._residency.images_refused(digest)
         return None if refused is None else EngineFault("images_not_supported", refused, field="messages")
@@ -372,22 +382,27 @@ class ImageRows(Generic[Rows]):
         is_new = read is None
         if read is None:
             # A request that holds rows waits for no other read, because that read may wait for these rows' memory.
-            if len(self._reads) >= MAX_READS and request.id not in self._pinned:
+            if request.id not in self._pinned and not self._may_read(request.tenant):
                 return None
-            read = self._reads[adapter.digest] = self._tower_of(adapter)
-        if read.done() and self._residency.error_of(read) is None:
-            return read.result()
+            read = self._reads[adapter.digest] = _Read(request.tenant, self._tower_of(adapter))
+        if read.job.done() and self._residency.error_of(read.job) is None:
+            return read.job.result()
         if is_new:
-            self._residency.limit(read)
-            read.add_done_callback(lambda _: self._wake())
+            self._residency.limit(read.job)
+            read.job.add_done_callback(lambda _: self._wake())
         return None
+
+    def _may_read(self, tenant: str) -> bool:
+        """Return whether a read of an adapter may begin for `tenant`."""
+        own = sum(read.tenant == tenant for read in self._reads.values())
+        return len(self._reads) < MAX_READS and own < MAX_READS_OF_TENANT
 
     def _drop_unneeded(self, ended: list[str]) -> None:
         """Drop the `ended` reads that have failed, or that the first request of no turn waits for."""
         first = [waiting[0].request.adapter for waiting in self._turns.values()] if ended else []
         needed = {adapter.digest for adapter in first if adapter is not None}
         for digest in ended:
-            if digest not in needed or self._residency.error_of(self._reads[digest]):
+            if digest not in needed or self._residency.error_of(self._reads[digest].job):
                 del self._reads[digest]
 
     def _begin(self, request: Request) -> bool:

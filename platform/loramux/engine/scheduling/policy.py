@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 
+import msgspec
+
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
 from loramux.common.units import QUIET_SECONDS
@@ -64,6 +66,18 @@ def step_limits(engine: EngineSettings, gpu_bytes: int | None) -> StepLimits:
     )
 
 
+def limits_with_images(limits: StepLimits, whole_tokens: int) -> StepLimits:
+    """Return limits with which a step holds, next to any number of decoding sequences, an image of `whole_tokens`, the
+    most of an image that cannot be cut; 0: images can be cut."""
+    if not whole_tokens:
+        return limits
+    return msgspec.structs.replace(
+        limits,
+        max_num_batched_tokens=max(limits.max_num_batched_tokens, whole_tokens + limits.max_num_seqs),
+        max_mixed_prefill_tokens=max(limits.max_mixed_prefill_tokens, whole_tokens),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """The usual limits of a step and of a sequence."""
@@ -80,6 +94,9 @@ class SchedulerLimits:
     """True if each prompt is computed whole in one step, because its tokens see later ones."""
     whole_images: bool = False
     """True if each image of a prompt is computed whole in one step, because its tokens see later ones of the image."""
+    token_context: float = math.inf
+    """Tokens of context whose attention costs a token as much as its products. `max_mixed_prefill_tokens` are tokens
+    without context, and fewer after a long context, so that a step takes the same time; inf: they are not fewer."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
@@ -101,20 +118,22 @@ class SchedulerLimits:
         *,
         on_cpu: bool,
         whole_prompts: bool = False,
-        whole_image_tokens: int = 0,
+        whole_images: bool = False,
+        token_context: float = math.inf,
     ) -> SchedulerLimits:
-        """Return the limits of `step` for one device.
-
-        A step holds the longest whole prompt. Next to any number of decoding sequences, a step holds an image of
-        `whole_image_tokens`, the most of an image that cannot be cut; 0: images can be cut.
-        """
+        """Return the limits of `step` for one device. A step holds the longest whole prompt."""
         tile = 1 if on_cpu else GPU_ROW_TILE
-        least, mixed = max_model_len if whole_prompts else 0, step.max_mixed_prefill_tokens
-        if whole_image_tokens:
-            least, mixed = whole_image_tokens + step.max_num_seqs, max(mixed, whole_image_tokens)
-        tokens = max(step.max_num_batched_tokens, least)
+        tokens = max(step.max_num_batched_tokens, max_model_len if whole_prompts else 0)
+        mixed = step.max_mixed_prefill_tokens
         return cls(
-            step.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts, whole_images=whole_image_tokens > 0
+            step.max_num_seqs,
+            tokens,
+            max_model_len,
+            mixed,
+            tile,
+            whole_prompts,
+            whole_images,
+            token_context=token_context,
         )
 
 

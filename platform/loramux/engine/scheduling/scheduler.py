@@ -307,7 +307,10 @@ class Scheduler:
         """Limit the prompt tokens of a step that holds its decoding rows, and within this limit the prompt tokens of
         the background class.
         """
-        builder.tokens_left = self.state.limits.prefill_tokens(len(builder.chunks))
+        limits = self.state.limits
+        builder.tokens_left = limits.prefill_tokens(len(builder.chunks))
+        if builder.chunks:
+            builder.token_context = limits.token_context
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
             builder.background, share = found
             policy = self.state.policy

@@ -7,6 +7,7 @@ of `Chunk`s of one forward pass, ordered so that rows of one revision are contig
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -321,11 +322,14 @@ class StepBuilder:
     """A step that is being planned, and the remaining tokens and rows of its budget."""
 
     tokens_left: int
+    """Tokens for which the step has room, in tokens without context."""
     rows_left: int
     whole_prompts: bool = False
     """True if a step has room for the whole of a prompt or for none of it."""
     whole_images: bool = False
     """True if no chunk ends inside an image."""
+    token_context: float = math.inf
+    """Tokens of context whose attention costs a token as much as its products; inf: attention is not counted."""
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     page_tokens: int = 1
     """Tokens of a page if states are cached at the ends of pages: chunks then end there if they can."""
@@ -360,12 +364,29 @@ class StepBuilder:
             room = min(room, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             room = min(room, self.scored_left)
+        room = min(room, self._room_after(sequence.num_computed))
         if self.whole_images:
             return sequence.without_cut(room, self.tokens_left)
         if room < sequence.num_next:
             beyond = (sequence.num_computed + room) % self.page_tokens
             room -= beyond if beyond < room else 0
         return room
+
+    def _room_after(self, context: int) -> int:
+        """Return the number of tokens after `context` tokens for which the step has room; at least one if any is left.
+
+        It is the largest n with `_cost(context, n) <= tokens_left`.
+        """
+        if math.isinf(self.token_context) or not self.tokens_left:
+            return self.tokens_left
+        begin = self.token_context + context
+        return max(1, int(math.sqrt(begin * begin + 2.0 * self.token_context * self.tokens_left) - begin))
+
+    def _cost(self, context: int, length: int) -> int:
+        """Return the cost of `length` tokens after `context` tokens, in tokens without context. Each token reads the
+        context and the tokens between.
+        """
+        return int(length * (1.0 + (context + length / 2.0) / self.token_context))
 
     def add_row(self, sequence: Sequence, position: int) -> None:
         """Add the one row of a `sequence` that has only its last token to compute, at `position`. The sequence already
@@ -398,7 +419,7 @@ class StepBuilder:
         start = sequence.num_computed
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(start)
         self.chunks[sequence] = Chunk(sequence, start, length, slot)
-        self.tokens_left -= length
+        self.tokens_left = max(0, self.tokens_left - self._cost(start, length))
         self.rows_left -= 1
         if sequence.flow.group is self.background:
             self.background_left = max(0, self.background_left - length)

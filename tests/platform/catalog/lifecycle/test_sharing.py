@@ -35,11 +35,11 @@ async def test_a_grant_lets_another_tenant_call_and_nothing_else(
     assert len(before) == 1
     await shelf.registry.grants.grant(acme, "bot", "globex")
     assert [await shelf.means(globex, model) for model in every] == ["acme/bot@2", "acme/bot@2", "acme/bot@1"]
-    assert [one.name for one in await shelf.registry.queries.granted(globex)] == ["acme/bot"]
+    assert [one.name for one in await shelf.registry.queries.callable(globex)] == ["acme/bot"]
     narrow = msgspec.structs.replace(globex, models=frozenset({"tiny"}))
     with pytest.raises(ModelNotFound):
         await shelf.means(narrow, "acme/bot")
-    assert await shelf.registry.queries.granted(narrow) == []
+    assert await shelf.registry.queries.callable(narrow) == []
     for name in ("bot", "acme/bot"):
         with pytest.raises(AdapterNotFound):
             await shelf.registry.aliases.promote(globex, name, 1)
@@ -144,9 +144,9 @@ async def test_list_of_callable_adapters_has_the_main_revision_of_each(shelf: Sh
     await shelf.registry.aliases.point(acme, "bot", "default", [WeightedRevision(1, 90), WeightedRevision(2, 10)])
     await shelf.registry.aliases.point(acme, "cat", "default", [WeightedRevision(1, 50), WeightedRevision(2, 50)])
     queries = shelf.registry.queries
-    assert [(one.name, one.created_at, one.base_model) for one in await queries.own(acme)] == [
+    assert [(one.name, one.created_at, one.base_model) for one in await queries.callable(acme)] == [
         (one.name, one.created_at, one.base_model) for one in await queries.all(acme)
     ]
-    assert [one.name for one in await queries.own(acme, search="t", limit=2)] == ["acme/ant", "acme/bot"]
+    assert [one.name for one in await queries.callable(acme, search="t", limit=2)] == ["acme/ant", "acme/bot"]
     narrow = msgspec.structs.replace(acme, models=frozenset({"acme/cat", "tiny"}))
-    assert [one.name for one in await queries.own(narrow)] == ["acme/cat"]
+    assert [one.name for one in await queries.callable(narrow)] == ["acme/cat"]

@@ -14,6 +14,7 @@ from sqlalchemy.sql.dml import Delete, Insert, Update
 from sqlalchemy.sql.selectable import Select
 
 from loramux.accounts.tenants.tenants import Tenants
+from loramux.catalog.registry.registry import AdapterQueries
 from loramux.common.identity import TenantId
 from loramux.common.units import TokenCounts
 from loramux.data.records.access import AccessRepository
@@ -37,7 +38,7 @@ class Counts:
     """Counts since the block began."""
 
     def __init__(self) -> None:
-        self.statements = self.built = self.calls = 0
+        self.transactions = self.statements = self.built = self.calls = 0
 
 
 @contextmanager
@@ -46,6 +47,9 @@ def counted(database: Database) -> Iterator[Counts]:
 
     def execute(*_: object) -> None:
         counts.statements += 1
+
+    def begin(_: object) -> None:
+        counts.transactions += 1
 
     def built(made: Callable[..., None]) -> Callable[..., None]:
         def make(*arguments: object, **options: object) -> None:
@@ -65,8 +69,9 @@ def counted(database: Database) -> Iterator[Counts]:
         engines.append(database._reader.sync_engine)
     with ExitStack() as patches:
         for one in engines:
-            sa.event.listen(one, "before_cursor_execute", execute)
-            patches.callback(sa.event.remove, one, "before_cursor_execute", execute)
+            for name, listener in (("before_cursor_execute", execute), ("begin", begin)):
+                sa.event.listen(one, name, listener)
+                patches.callback(sa.event.remove, one, name, listener)
         for kind in (Select, Insert, Update, Delete):
             patches.enter_context(mock.patch.object(kind, "__init__", built(kind.__init__)))
         patches.enter_context(mock.patch.object(aiosqlite.Connection, "_execute", call))
@@ -118,3 +123,12 @@ async def test_name_of_an_adapter_is_looked_up_without_building_a_statement(data
     with counted(database) as counts:
         await look_up()
     assert (counts.statements, counts.built) == (2, 0)
+
+
+async def test_list_of_callable_adapters_is_read_in_one_transaction(database: Database, tenants: Tenants) -> None:
+    await tenants.create("acme")
+    _, secret = await tenants.create_key("acme")
+    caller = await tenants.authenticator.authenticate(secret)
+    with counted(database) as counts:
+        assert await AdapterQueries(database).callable(caller) == []
+    assert (counts.transactions, counts.statements) == (1, 3)

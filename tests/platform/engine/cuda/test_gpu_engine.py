@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from activated_latents import INVOKE, TEXT, ActivatedZoo
 from adapter_zoo import RECIPES, Asked, Zoo, load, serve, to_request
 from eager_drafts import draft_always
 from formats import FormatZoo
@@ -30,7 +31,7 @@ from loramux.engine.execution.cuda_graphs import (
     host_syncs_of,
     record_calls,
 )
-from loramux.engine.execution.gpu_runner import GpuRunner
+from loramux.engine.execution.gpu_runner import GpuRunner, warm_up
 from loramux.engine.messages import Constraint, Request, SamplingParams, StepLimits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,6 +98,17 @@ def test_gpu_engine_keys_and_values_in_fp8_answer_as_peft_does_over_such_a_cache
     engine._runner.bank.pool.fill_(float("nan"))
     got = serve(zoo, engine, asked, arrivals=[0, 0, 1, 2])
     assert got == {request.name: zoo.generate(request, Fp8Cache(48))[0] for request in asked}
+
+
+def test_gpu_engine_activated_loras_on_the_expansion_of_a_compressed_kv_answer_as_peft_does(tmp_path) -> None:
+    zoo = ActivatedZoo("deepseek_v2", tmp_path)
+    engine = small_engine(zoo)
+    runner = engine._runner
+    with torch.inference_mode():  # as on a card, where kernels are compiled
+        warm_up(runner._forward, runner._buffers, runner._sampler, runner._decoder_graphs._attention.shapes)
+    prompts = (*TEXT[:20], *INVOKE, 3), (*TEXT[:9], *INVOKE, *TEXT[9:25], 4)
+    adapters = (None, "activated", "activated_bias")
+    check(zoo, engine, [Asked(f"{name} {i}", name, prompt, 3) for name in adapters for i, prompt in enumerate(prompts)])
 
 
 def test_gpu_engine_adapters_of_every_format_are_replayed(tmp_path) -> None:

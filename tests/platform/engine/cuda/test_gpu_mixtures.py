@@ -7,6 +7,7 @@ import pytest
 import torch
 from adapter_zoo import NEWER_MIXTURES, Asked, Zoo, make_engine, serve
 from formats import FormatZoo
+from quantized_zoo import Mxfp4Zoo
 from rounded_zoo import RoundedZoo
 
 from loramux_adapters.experts import GroupedExperts
@@ -58,6 +59,19 @@ def test_gpu_mixture_quantized_at_load_is_recorded_and_answers_as_peft_does(
     engine = make_engine(zoo.served, quantization=quantization, device=DEVICE, **sizes)
     model = engine._runner._forward.model
     assert any(isinstance(module, GroupedExperts) for module in model.modules())
+    assert "without CUDA graphs" not in caplog.text
+    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
+
+
+def test_gpu_mixture_in_mxfp4_is_recorded_and_answers_as_peft_on_the_dequantized_base(tmp_path, caplog) -> None:
+    zoo = Mxfp4Zoo(tmp_path, num_hidden_layers=1, vocab_size=97)
+    zoo.make_format("experts", RECIPES["experts"], seed=1)
+    asked = [Asked("a", "experts", (5, 6, 7), 4), Asked("b", None, tuple(range(3, 25)), 3)]
+    sizes = {"max_num_seqs": 2, "block_size": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
+    engine = make_engine(zoo.quantized, device=DEVICE, **sizes)
+    (experts,) = (m for m in engine._runner._forward.model.modules() if isinstance(m, GroupedExperts))
+    weights = 6 * (2 * 96 * 64 + 64 * 96)
+    assert experts.num_bytes == weights // 2 + weights // 32
     assert "without CUDA graphs" not in caplog.text
     assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
 
