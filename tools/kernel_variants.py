@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loramux_kernels.cuda import joined_expand
 from loramux_kernels.cuda.coded_linear import prepare_coded_linear, prepare_grouped_coded_linear
 from loramux_kernels.cuda.fixed_product import prepare_fixed_product
 from loramux_kernels.cuda.launch import Launch
@@ -22,6 +23,7 @@ from loramux_kernels.cuda.short_convolution import prepare_short_convolution
 from loramux_kernels.cuda.work_lists import (
     LONG_RANKS,
     LORA_ITEM_WIDTH,
+    ROW,
     SHORT,
     RowTiles,
     TileMap,
@@ -40,6 +42,7 @@ from loramux_kernels.tables import (
     Norm,
     OwnWeights,
     Penalties,
+    PendingExpand,
     Rotation,
     Routes,
     SamplingBatch,
@@ -67,7 +70,7 @@ class Variant:
 def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
-        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_coded()),
+        *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_joined(), *_coded()),
         *(*_fixed_products(), *_mixture(), *_sampling(), *_token_mask(), *_linear_attention(), *_mamba2()),
     ]
 
@@ -165,8 +168,7 @@ def _attention_step(
     name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
     name += "".join(f"-{feature.removeprefix('sliding_')}" for feature in features) + "-ahead" * sees_ahead
     for launch in launches:
-        stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
-        yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
+        yield Variant(f"attend-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
 
 
 def _write_kv() -> Iterator[Variant]:
@@ -216,6 +218,48 @@ def _rope_launches(layer: KvLayer, rotary: int, norm: Norm | None) -> list[Launc
     )
     rotation = Rotation(*(torch.empty(4, rotary, dtype=torch.bfloat16) for _ in range(2)))
     return prepare_rope(query, key, value, rotation, layer, torch.zeros(4, dtype=torch.int64), norm, norm)
+
+
+def _joined() -> Iterator[Variant]:
+    """Yield the operators that expand their input themselves, of an 8B's widths and of others."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (4096, 16_384):
+            expand, norm = _pending((width,), dtype), Norm(torch.empty(width), 1e-5, rounds_first=True)
+            for x, name in ((expand.y, "added-"), (None, "")):
+                launch = joined_expand.prepare_rms_norm(x, norm, 0.22, expand, expand.y)
+                yield Variant(f"expand-norm-{name}{width}-{_short(dtype)}", launch)
+        for widths in ((14_336, 14_336), (28_672,)):
+            expand = _pending(widths, dtype)
+            launch = joined_expand.prepare_gated(
+                *expand.y.chunk(2, dim=1), "silu", expand, torch.empty(4, 14_336, dtype=dtype)
+            )
+            yield Variant(f"expand-gated-of-{len(widths)}-{_short(dtype)}", launch)
+    for dim, rotary in ((128, 128), (96, 72), (256, 256), (512, 512)):
+        norm = Norm(torch.empty(dim), 1e-5, rounds_first=True) if dim >= 256 else None
+        widths, rotation = (32 * dim, 8 * dim, 8 * dim), torch.empty(4, rotary, dtype=torch.bfloat16)
+        whole = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.bfloat16) for _ in range(2)))
+        codes = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.uint8) for _ in range(2)), *torch.empty(2, 2, 8))
+        for layer in (whole, codes):
+            expand = _pending(widths, torch.bfloat16)
+            parts = (part.unflatten(1, (-1, dim)) for part in expand.y.split(widths, dim=1))
+            slots = torch.zeros(4, dtype=torch.int64)
+            for launch in joined_expand.prepare_rope(
+                *parts, Rotation(rotation, rotation), layer, slots, norm, norm, expand
+            ):
+                order = "" if layer is whole else f"{_order(launch)}-fp8-"
+                yield Variant(f"expand-rope-{order}{rotary}-of-{dim}" + ("-normed" if norm else ""), launch)
+
+
+def _pending(widths: tuple[int, ...], dtype: torch.dtype) -> PendingExpand:
+    """Return the expand of four rows, each with an adapter of rank 64, as a recorded step leaves it."""
+    group, segments = LoraGroup(tuple(range(len(widths))), widths), Segments((0, 4), (0,))
+    offsets = torch.zeros(2, 7, 16, dtype=torch.int64)
+    table = LoraTable(offsets, offsets, torch.full((2, 7), 64, dtype=torch.int32), torch.ones(2, 7))
+    lists = (WorkList(torch.zeros(5, LORA_ITEM_WIDTH, dtype=torch.int32)) for _ in range(2))
+    arrivals = torch.zeros(4, dtype=torch.int32)
+    attach_tile_map(segments, TileMap(4, 64, (RowTiles(ROW, *lists),), arrivals=arrivals))
+    x, y = torch.empty(4, 4096, dtype=dtype), torch.empty(4, sum(widths), dtype=dtype)
+    return PendingExpand(new_intermediate(x, group, segments, table), x.view(-1), table, group, segments, y)
 
 
 def _coded() -> Iterator[Variant]:

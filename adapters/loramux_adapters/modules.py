@@ -25,7 +25,7 @@ from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
 from loramux_kernels.device import runs_triton
 from loramux_kernels.format_choice import LinearsShape
-from loramux_kernels.lora import lora_expand, lora_shrink, rescale
+from loramux_kernels.lora import can_be_joined, lora_shrink, rescale, run_expand
 from loramux_kernels.packed_linear import (
     DEFAULT_PACKING,
     PackedLinear,
@@ -34,7 +34,7 @@ from loramux_kernels.packed_linear import (
     rows_linear,
     rows_weight,
 )
-from loramux_kernels.tables import LoraGroup, OwnWeights
+from loramux_kernels.tables import LoraGroup, OwnWeights, PendingExpand
 
 
 class GroupedLinear:
@@ -86,8 +86,16 @@ class GroupedLinear:
         return self._ranks is not None
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        y, expand = self.multiply(x.reshape(-1, x.shape[-1]))
+        if expand is not None:
+            run_expand(expand)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def multiply(self, x: torch.Tensor) -> tuple[torch.Tensor, PendingExpand | None]:
+        """Return all members' outputs `[T, sum(out_features)]` for `x` `[T, in_features]`, and the expand that is left
+        to the operator that reads them; None if nothing is left."""
         bank = self.bank
-        rows = self._scaled(x.reshape(-1, x.shape[-1]))
+        rows, expand = self._scaled(x), None
         if (segments := bank.segments) is None:
             y = self.linear(rows)
         else:
@@ -95,12 +103,16 @@ class GroupedLinear:
                 v = lora_shrink(rows, bank.pool, bank.table, self.group, segments)
             y = self.linear(rows)
             join()
-            lora_expand(v, bank.pool, bank.table, self.group, segments, y)
+            expand = PendingExpand(v, bank.pool, bank.table, self.group, segments, y)
+            # What changes the sum afterwards needs the whole sum.
+            if not can_be_joined(expand) or bank.extras is not None or self._ranks is not None:
+                run_expand(expand)
+                expand = None
         if bank.extras is not None and bank.extras.columns is not None:
             rescale(y, bank.pool, bank.vectors.columns, self.group, bank.extras.columns)
         if self._ranks is not None:
             self._ranks.all_reduce(y)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y, expand
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the members' input: `rows`, or a scaled copy if an adapter of the step scales inputs."""

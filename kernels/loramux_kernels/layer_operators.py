@@ -6,7 +6,8 @@ Semantics:
     gated           y = activation(gate) * up, elementwise: the middle of a gated feed-forward network (Shazeer, 2020)
     rope_write_kv   q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v
 
-A framework uses several operators for each of these. With few rows, starting an operator takes most of its time.
+A framework uses several operators for each of these. With few rows, starting an operator takes most of its time. So
+each of them also computes the `PendingExpand` of its input, if that can be joined: one launch less on a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
+from loramux_kernels.cuda.launch import run_all
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native.abi import ACTIVATIONS, DTYPES, MAX_HEAD_DIM, NormAbi, RmsNormAbi, RopeAbi
 from loramux_kernels.native.loader import native_for
 from loramux_kernels.paged_attention import write_kv_reference
-from loramux_kernels.tables import KvLayer, Norm, OwnWeights, Rotation
+from loramux_kernels.tables import KvLayer, Norm, OwnWeights, PendingExpand, Rotation
 
 
 def rms_norm(
@@ -32,13 +34,22 @@ def rms_norm(
     delta: torch.Tensor | None = None,
     factor: float = 1.0,
     own: OwnWeights | None = None,
+    expand: PendingExpand | None = None,
 ) -> torch.Tensor:
     """Normalise the rows of `x` `[T, width]` into a new tensor (Zhang and Sennrich, 2019).
 
     With `delta`, of x's shape, the residual stream `x` is first changed in place. Last dimensions are contiguous. Sums
     are float32; `factor * delta` and the new x are rounded to x's dtype, as separate operators would. `own` holds the
-    weights of rows whose adapters have their own norm weights.
+    weights of rows whose adapters have their own norm weights. `expand` is that of `delta`, or of `x` without a delta;
+    then there are no own weights.
     """
+    if expand is not None:
+        from loramux_kernels.cuda import joined_expand
+
+        assert own is None, "a step of pairs on linears alone"
+        y = x.new_empty(x.shape)
+        joined_expand.prepare_rms_norm(None if delta is None else x, norm, factor, expand, y).run()
+        return y
     if runs_triton(x):
         from loramux_kernels.cuda import layer_operators as triton
 
@@ -103,11 +114,20 @@ def _normalise_in_torch(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None,
 Activation = Literal["silu", "gelu_tanh"]
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated(
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation, expand: PendingExpand | None = None
+) -> torch.Tensor:
     """Multiply the activated `gate` `[T, width]` with `up` `[T, width]`; last dimensions contiguous, any row strides.
 
-    The activation is computed in float32 and rounded to the inputs' dtype, as a separate operator would.
+    The activation is computed in float32 and rounded to the inputs' dtype, as a separate operator would. With `expand`,
+    gate and up are the halves of its `y`.
     """
+    if expand is not None:
+        from loramux_kernels.cuda import joined_expand
+
+        y = gate.new_empty(gate.shape)
+        joined_expand.prepare_gated(gate, up, activation, expand, y).run()
+        return y
     if runs_triton(gate):
         from loramux_kernels.cuda import layer_operators as triton
 
@@ -144,13 +164,21 @@ def rope_write_kv(
     slot_mapping: torch.Tensor,
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
+    expand: PendingExpand | None = None,
 ) -> None:
     """Turn queries in place by their positions (RoPE, Su et al., 2021); store turned keys, and values, in pages.
 
     `query` `[T, Hq, Dk]`, `key` `[T, Hkv, Dk]`, `value` `[T, Hkv, Dv]`, last dimensions contiguous; `slot_mapping` as
-    for `write_kv`. `query_norm` and `key_norm` normalise each head first. Without a rotation, no head turns.
+    for `write_kv`. `query_norm` and `key_norm` normalise each head first. Without a rotation, no head turns. With
+    `expand`, queries, keys and values are slices of its `y`.
     """
-    if runs_triton(query):
+    if expand is not None:
+        from loramux_kernels.cuda import joined_expand
+
+        run_all(
+            joined_expand.prepare_rope(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm, expand)
+        )
+    elif runs_triton(query):
         from loramux_kernels.cuda import layer_operators as triton
 
         triton.rope_write_kv(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm)

@@ -22,10 +22,11 @@ import ctypes
 
 import torch
 
+from loramux_kernels.cuda.work_lists import joins_expand
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native.abi import DTYPES
 from loramux_kernels.native.loader import native_for
-from loramux_kernels.tables import NO_VECTORS, RANK_TILE, HeadColumns, LoraGroup, LoraTable, Segments
+from loramux_kernels.tables import NO_VECTORS, RANK_TILE, HeadColumns, LoraGroup, LoraTable, PendingExpand, Segments
 
 
 def lora_shrink(
@@ -137,6 +138,16 @@ def lora_expand_reference(
                 out = y[start:stop, columns if group.heads is None else i]
                 inner = v[i, start:stop, :rank].to(pool.dtype).float()
                 out.copy_(out.float() + table.scales[slot, site] * (inner @ bt))
+
+
+def can_be_joined(expand: PendingExpand) -> bool:
+    """Return True if the operators that take a `PendingExpand` compute this one in their own launch."""
+    return runs_triton(expand.y) and joins_expand(expand.segments)
+
+
+def run_expand(expand: PendingExpand) -> None:
+    """Compute it now, in a separate launch."""
+    lora_expand(expand.v, expand.pool, expand.table, expand.group, expand.segments, expand.y)
 
 
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:

@@ -2,6 +2,7 @@
 
 - `LoraTable`: the places of the resident adapters in the pool. `Segments`: the rows of each adapter in a step.
   `LoraGroup`: linears that read the same input, served by one launch.
+- `PendingExpand`: an expand that is left to a later operator.
 - `Routes`: the rows of a step that each expert of a mixture computes.
 - `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: the pages with the context of each
   sequence.
@@ -168,6 +169,19 @@ class LoraGroup:
         them."""
         heads = (0, 0, 0) if self.heads is None else (self.heads.first, self.heads.step, self.heads.row)
         return array("q", (len(self.sites), *heads, *self.sites, *self.out_starts))
+
+
+@dataclass(frozen=True, eq=False)
+class PendingExpand:
+    """The arguments of a `lora_expand` that is left to the operator that reads `y` next."""
+
+    v: torch.Tensor
+    pool: torch.Tensor
+    table: LoraTable
+    group: LoraGroup
+    """A group of linears, not of heads."""
+    segments: Segments
+    y: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

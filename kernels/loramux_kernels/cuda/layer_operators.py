@@ -98,9 +98,7 @@ def _rms_norm(
         rounded = values.to(y.dtype.element_ty)
         tl.store(x + row * x_row + column, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    values *= 1.0 / tl.sqrt(tl.sum(values * values) / width + eps)
-    if ROUNDS_FIRST:
-        values = values.to(y.dtype.element_ty).to(tl.float32)
+    values = over_root_mean_square(values, width, eps, y.dtype.element_ty, ROUNDS_FIRST)
     if pool is not None:
         slot = tl.load(row_slots + row // vectors, mask=row < num_owned, other=-1)
         start = tl.load(offsets + slot * num_norms + norm, mask=slot >= 0, other=-1)
@@ -108,6 +106,15 @@ def _rms_norm(
             factors = tl.load(pool + start + column, mask=inside, other=0.0).to(tl.float32) + added
     values *= factors
     tl.store(y + row * y_row + column, values.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def over_root_mean_square(
+    values: tl.tensor, width: tl.tensor, eps: tl.tensor, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr
+) -> tl.tensor:
+    """Divide a row of float32 values, zeros after its `width`, by the root of their mean square."""
+    values *= 1.0 / tl.sqrt(tl.sum(values * values) / width + eps)
+    return values.to(dtype).to(tl.float32) if ROUNDS_FIRST else values
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -146,15 +153,20 @@ def _gated(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < width
     x = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
-    if IS_SILU:
-        active = x / (1.0 + tl.exp(-x))
-    else:
-        # gelu(x) ~ x * sigmoid(2 u): tanh(u) = 2 * sigmoid(2 u) - 1
-        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        active = x / (1.0 + tl.exp(-2.0 * u))
+    active = activated(x, IS_SILU)
     passed = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
     product = active.to(y.dtype.element_ty).to(tl.float32) * passed
     tl.store(y + row * width + column, product.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activated(x: tl.tensor, IS_SILU: tl.constexpr) -> tl.tensor:
+    """Return silu(x), or else gelu(x) by its approximation with tanh; float32."""
+    if IS_SILU:
+        return x / (1.0 + tl.exp(-x))
+    # gelu(x) ~ x * sigmoid(2 u): tanh(u) = 2 * sigmoid(2 u) - 1
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * u))
 
 
 def rope_write_kv(
@@ -187,18 +199,38 @@ def prepare_rope(
     key_norm: Norm | None,
 ) -> list[Launch]:
     """Return the launches: a program for each token and key head, with the query heads that read that head."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    arguments = rope_arguments(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm)
+    arguments |= {"GROUP": heads // kv_heads, "BLOCK_GROUP": triton.next_power_of_2(heads // kv_heads)}
+    grid = (len(query), kv_heads)
+    return [
+        Launch(_rope_write_kv, grid, arguments | {"BEGINS": begins}, num_warps=2, num_stages=1)
+        for begins in passes(layer)
+    ]
+
+
+def rope_arguments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation | None,
+    layer: KvLayer,
+    slot_mapping: torch.Tensor,
+    query_norm: Norm | None,
+    key_norm: Norm | None,
+) -> dict[str, object]:
+    """Return the arguments of a kernel that turns heads and stores keys and values."""
     tensors = {"query": query, "key": key, "value": value, "key_cache": layer.key, "value_cache": layer.value}
     assert all(tensor.stride(-1) == 1 for tensor in tensors.values()), "each head's vector is contiguous"
     assert rotation is None or rotation.cos.stride() == rotation.sin.stride(), "cos and sin lie alike"
     assert query_norm is None or key_norm is None or query_norm.eps == key_norm.eps, "one eps for both"
-    tokens, heads, key_dim = query.shape
-    kv_heads, rotary = key.shape[1], 0 if rotation is None else rotation.cos.shape[1]
+    key_dim, rotary = query.shape[2], 0 if rotation is None else rotation.cos.shape[1]
     arguments: dict[str, object] = dict(tensors)
     for name in ("query", "key", "value"):
         arguments |= {f"{name}_token": tensors[name].stride(0), f"{name}_head": tensors[name].stride(1)}
     for name in ("key_cache", "value_cache"):
         arguments |= {f"{name}_{axis}": tensors[name].stride(i) for i, axis in enumerate(("page", "head", "token"))}
-    arguments |= {
+    return arguments | {
         **scale_arguments(layer),
         "cos": None if rotation is None else rotation.cos,
         "sin": None if rotation is None else rotation.sin,
@@ -209,20 +241,13 @@ def prepare_rope(
         "slot_mapping": slot_mapping,
         "block_size": layer.block_size,
         "ROUNDS_FIRST": query_norm is not None and query_norm.rounds_first,
-        "GROUP": heads // kv_heads,
         "KEY_DIM": key_dim,
         "HALF": rotary // 2,
         "VALUE_DIM": value.shape[2],
-        "BLOCK_GROUP": triton.next_power_of_2(heads // kv_heads),
         "BLOCK_HALF": triton.next_power_of_2(max(rotary // 2, 1)),
         "BLOCK_REST": triton.next_power_of_2(max(key_dim - rotary, 1)),
         "BLOCK_VALUE": triton.next_power_of_2(value.shape[2]),
     }
-    grid = (tokens, kv_heads)
-    return [
-        Launch(_rope_write_kv, grid, arguments | {"BEGINS": begins}, num_warps=2, num_stages=1)
-        for begins in passes(layer)
-    ]
 
 
 @triton.jit
@@ -250,7 +275,7 @@ def _rope_write_kv(
         cos += token * rotation_token
         sin += token * rotation_token
     heads = query + token * query_token + kv_head * GROUP * query_head
-    _turn(
+    turn(
         heads, query_head, heads, query_head, None, cos, sin, query_weight, eps,
         ROUNDS_FIRST, GROUP, KEY_DIM, HALF, BLOCK_GROUP, BLOCK_HALF, BLOCK_REST, None,
     )  # fmt: skip
@@ -261,7 +286,7 @@ def _rope_write_kv(
             key_scale += page * key_scale_page + kv_head
             value_scale += page * value_scale_page + kv_head
         to_key = key_cache + page * key_cache_page + kv_head * key_cache_head + offset * key_cache_token
-        _turn(
+        turn(
             key + token * key_token + kv_head * key_head, key_head, to_key, 0, key_scale, cos, sin, key_weight, eps,
             ROUNDS_FIRST, 1, KEY_DIM, HALF, 1, BLOCK_HALF, BLOCK_REST, BEGINS,
         )  # fmt: skip
@@ -273,7 +298,7 @@ def _rope_write_kv(
 
 
 @triton.jit
-def _turn(
+def turn(
     source: tl.tensor, source_head: tl.tensor, target: tl.tensor, target_head: tl.tensor, scales: tl.tensor,
     cos: tl.tensor, sin: tl.tensor, weight: tl.tensor, eps: tl.tensor,
     ROUNDS_FIRST: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,

@@ -109,7 +109,7 @@ def _head_arguments(group: LoraGroup) -> dict[str, int | None]:
 
 def _shrink_launch(tiles: RowTiles, tile_map: TileMap, shared: dict[str, Any], x: torch.Tensor) -> Launch:
     programs = shrink_programs(tiles, x.device)
-    arguments = {**shared, "work": tiles.shrink.work, "split_programs": _split_programs(tiles, tile_map, x.device)}
+    arguments = {**shared, "work": tiles.shrink.work, "split_programs": split_programs(tiles, tile_map, x.device)}
     if tiles.shape.rows == 1:
         return Launch(_shrink_rows, (programs,), {**arguments, "BLOCK_K": 512}, num_warps=4, num_stages=1)
     arguments["BLOCK_ROWS"] = tiles.shape.rows
@@ -125,7 +125,7 @@ def shrink_programs(tiles: RowTiles, device: torch.device) -> int:
     return resident_programs(device, per_processor.get(tiles.shape.rows, 4))
 
 
-def _split_programs(tiles: RowTiles, tile_map: TileMap, device: torch.device) -> int:
+def split_programs(tiles: RowTiles, tile_map: TileMap, device: torch.device) -> int:
     """Return the programs that `split_count` finds splits for; very many if it must always find the most."""
     return 1 << 30 if tile_map.is_invariant else shrink_programs(tiles, device)
 
@@ -264,7 +264,7 @@ def _expand_launch(
     arguments = {
         **shared,
         "shrink_work": tiles.shrink.work,
-        "split_programs": _split_programs(tiles, tile_map, y.device),
+        "split_programs": split_programs(tiles, tile_map, y.device),
         "work": tiles.expand.work,
         "blocks": blocks.blocks,
         "num_blocks": len(blocks.blocks),
@@ -299,8 +299,6 @@ def _expand_rows(
     """Compute one row by one block of columns for each item, without tensor cores: B streams through registers once."""
     begin_dependent(DEPENDENT)
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
-    tile_rank = tl.arange(0, _TILE)
-    partial = tl.arange(0, MAX_SPLITS)
     for task in range(tl.program_id(0), tl.load(work) * num_blocks, tl.num_programs(0)):
         item = work + (task // num_blocks + 1) * _ITEM
         block = blocks + task % num_blocks * _BLOCK
@@ -323,24 +321,46 @@ def _expand_rows(
             scale = tl.load(scales + cell)
             wait_for_earlier(DEPENDENT)
             base = tl.load(out, mask=has_column, other=0.0).to(tl.float32)
-            v_row = v + ((partial * NUM_SITES + index).to(tl.int64) * v_rows + row) * v_rank
             total = tl.zeros((BLOCK_COLUMNS,), tl.float32)
             for first in range(0, rank, _TILE):
-                r = first + tile_rank
-                start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
-                if matrix_row is None:
-                    b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
-                else:
-                    b = pool + start + head_first + index * head_step + column[None, :]
-                    b += tile_rank[:, None].to(tl.int64) * matrix_row
-                weights = tl.load(b, mask=(r < rank)[:, None] & has_column[None, :], other=0.0)
-                has_partial = (partial < splits)[:, None] & (r < rank)[None, :]
-                inner = tl.sum(tl.load(v_row[:, None] + r[None, :], mask=has_partial, other=0.0), axis=0)
-                # Rounded as the input of every linear is.
-                inner = inner.to(weights.dtype).to(tl.float32)
-                total += tl.sum(weights.to(tl.float32) * inner[:, None], axis=0)
+                total += tl.sum(
+                    products_of_row(
+                        first, rank, column, has_column, width, row, index, cell, splits, v, pool, b_offsets,
+                        head_first, head_step, matrix_row, v_rows, v_rank, table_tiles, NUM_SITES, MAX_SPLITS,
+                    ),
+                    axis=0,
+                )  # fmt: skip
             tl.store(out, (base + scale * total).to(y.dtype.element_ty), mask=has_column)
     wait_for_earlier(DEPENDENT)
+
+
+@triton.jit
+def products_of_row(
+    first: tl.tensor, rank: tl.tensor, column: tl.tensor, has_column: tl.tensor, width: tl.tensor, row: tl.tensor,
+    index: tl.tensor, cell: tl.tensor, splits: tl.tensor, v: tl.tensor, pool: tl.tensor, b_offsets: tl.tensor,
+    head_first: tl.tensor, head_step: tl.tensor, matrix_row: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    table_tiles: tl.tensor, NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return `[rank rows of a tile, columns]`: products of one row's v with B, to be summed over the rank rows.
+
+    `first` is the tile's first rank row; the slice of the site, the `index`th of its group, has `width` columns.
+    """
+    tile_rank = tl.arange(0, _TILE)
+    partial = tl.arange(0, MAX_SPLITS)
+    r = first + tile_rank
+    start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
+    if matrix_row is None:
+        b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+    else:
+        b = pool + start + head_first + index * head_step + column[None, :]
+        b += tile_rank[:, None].to(tl.int64) * matrix_row
+    weights = tl.load(b, mask=(r < rank)[:, None] & has_column[None, :], other=0.0)
+    v_row = v + ((partial * NUM_SITES + index).to(tl.int64) * v_rows + row) * v_rank
+    has_partial = (partial < splits)[:, None] & (r < rank)[None, :]
+    inner = tl.sum(tl.load(v_row[:, None] + r[None, :], mask=has_partial, other=0.0), axis=0)
+    # Rounded as the input of every linear is.
+    inner = inner.to(weights.dtype).to(tl.float32)
+    return weights.to(tl.float32) * inner[:, None]
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])

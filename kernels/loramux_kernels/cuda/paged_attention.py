@@ -7,7 +7,7 @@ Semantics:
 
 A tile's rows are query rows times the G heads that share a kv head: each key and value is loaded once for all of them.
 Sequences with few query rows are one launch, sequences in prefill another. A long context may be cut to balance the
-work; a third launch then merges the partial results, always in the same order.
+work. The program that writes the last partial result of a tile then merges all of the tile's, always in the same order.
 
 The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022): each stretch of
 context rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their
@@ -186,7 +186,7 @@ def prepare_attention(
     groups = query.shape[1] // kv_heads // repeats
     sees_ahead = batch.row_ends is not None
     shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant, sees_ahead)
-    shared: dict[str, Any] = {
+    attend: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),
         "lse": lse,
@@ -194,8 +194,6 @@ def prepare_attention(
         "GROUPS": shape.groups,
         "VALUE_DIM": value_dim,
         "BLOCK_VALUE": block_value,
-    }
-    attend: dict[str, Any] = {
         "query": query,
         "key_cache": layer.key,
         "value_cache": layer.value,
@@ -218,8 +216,7 @@ def prepare_attention(
         "REPEATS": repeats,
         "VALUES_IN_KEYS": layer.has_values_in_keys and block_key == block_value,
     }
-    plan = plan_attention(batch, shape)
-    return [launch for tiles in plan for launch in _launches(tiles, shared, attend, query)]
+    return [_launch(tiles, attend, query) for tiles in plan_attention(batch, shape)]
 
 
 def _long_rows(dim: int, dtype: torch.dtype) -> int:
@@ -281,42 +278,33 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
-def _launches(
-    tiles: AttentionTiles, shared: dict[str, Any], attend: dict[str, Any], query: torch.Tensor
-) -> list[Launch]:
-    """Return attention over one tile height, and the merge of its partial results if contexts were cut."""
-    shape = (tiles.partials, shared["KV_HEADS"], tiles.rows)
-    shared = {
-        **shared,
-        "partial_output": query.new_empty(*shape, shared["VALUE_DIM"], dtype=torch.float32),
-        "partial_lse": query.new_empty(shape, dtype=torch.float32),
-        "BLOCK_ROWS": tiles.rows,
-    }
+def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) -> Launch:
+    """Return attention over one tile height."""
+    shape = (tiles.partials, attend["KV_HEADS"], tiles.rows)
     is_fp8 = attend["key_scale"] is not None
-    widest = max(attend["BLOCK_KEY"], shared["BLOCK_VALUE"])
+    widest = max(attend["BLOCK_KEY"], attend["BLOCK_VALUE"])
     arguments = {
-        **shared,
         **attend,
+        "partial_output": query.new_empty(*shape, attend["VALUE_DIM"], dtype=torch.float32),
+        "partial_lse": query.new_empty(shape, dtype=torch.float32),
+        "arrivals": tiles.arrivals,
         "work": tiles.items.work,
-        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, shared["BLOCK_VALUE"], query.dtype, is_fp8),
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK_TOKENS": _block_tokens(tiles.rows, widest, attend["BLOCK_VALUE"], query.dtype, is_fp8),
     }
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
-    same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
+    same_width = attend["BLOCK_KEY"] == attend["BLOCK_VALUE"]
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, attend["row_ends"] is not None)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
     warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
-    launches = [Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)]
-    if tiles.merges is not None:
-        arguments = {**shared, "work": tiles.merges.work}
-        launches.append(Launch(merge_partials, grid, arguments, num_warps=4, num_stages=1))
-    return launches
+    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)
 
 
 @triton.jit
 def _attend(
     query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, lse: tl.tensor,
-    partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, row_ends: tl.tensor,
-    sinks: tl.tensor,
+    partial_output: tl.tensor, partial_lse: tl.tensor, arrivals: tl.tensor, work: tl.tensor, block_table: tl.tensor,
+    row_ends: tl.tensor, sinks: tl.tensor,
     scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
     key_page: tl.tensor, key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor,
     value_token: tl.tensor, table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor,
@@ -332,6 +320,7 @@ def _attend(
     member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     d = tl.arange(0, BLOCK_KEY)
     tasks = tl.load(work) * KV_HEADS
+    parts_written = 0
     wait_for_earlier(DEPENDENT)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % KV_HEADS
@@ -401,6 +390,43 @@ def _attend(
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
             # -inf for a row that saw no token: its weight in the merge is 0.
             tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
+            parts_written += 1
+    # A separate loop: in the other one, merging would take registers from attention.
+    if parts_written > 0:
+        merge_last_parts(
+            output, lse, partial_output, partial_lse, arrivals, work, tasks, tile_row, member, output_token,
+            KV_HEADS, GROUPS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_last_parts(
+    output: tl.tensor, lse: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, arrivals: tl.tensor,
+    work: tl.tensor, tasks: tl.tensor, tile_row: tl.tensor, member: tl.tensor, output_token: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Count the parts that this program has written, and merge those of each tile that has them all."""
+    # All threads have stored their parts before one thread counts them.
+    tl.debug_barrier()
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        item = work + (task // KV_HEADS + 1) * _ITEM
+        parts = tl.load(item + 9)
+        if parts > 0:
+            head = task % KV_HEADS
+            first = tl.load(item + 8).to(tl.int64) * KV_HEADS + head
+            if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(arrivals + first, 0)
+                row = tl.load(item + 1).to(tl.int64) + tile_row
+                has_row = tile_row < tl.load(item + 2)
+                lses = lse
+                if lse is not None:
+                    lses += (row * KV_HEADS + head) * GROUPS + member
+                heads = (head * GROUPS + member)[:, None] * VALUE_DIM
+                merge_partials(
+                    output + row[:, None] * output_token + heads, lses, partial_output, partial_lse, first, parts,
+                    has_row, KV_HEADS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -471,32 +497,28 @@ def absorb(
 
 @triton.jit
 def merge_partials(
-    output: tl.tensor, lse: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor,
-    output_token: tl.tensor,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    outputs: tl.tensor, lses: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, first: tl.tensor,
+    parts: tl.tensor, has_row: tl.tensor,
+    KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Join the partial results of one tile of query rows and one kv head for each item, in order."""
-    begin_dependent(DEPENDENT)
-    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
-    member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
-    e = tl.arange(0, BLOCK_VALUE)
-    tasks = tl.load(work) * KV_HEADS
-    wait_for_earlier(DEPENDENT)
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        head = task % KV_HEADS
-        item = work + (task // KV_HEADS + 1) * _ITEM
-        row = tl.load(item).to(tl.int64) + tile_row
-        has_row = tile_row < tl.load(item + 1)
-        inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
-        first = tl.load(item + 2)
+    """Join the partial results of one tile of query rows and one kv head, in order; `first` is the place of the first.
+
+    Other programs have written them, so they are read from the cache that all multiprocessors share (`.cg`).
+    """
+    row = tl.arange(0, BLOCK_ROWS)
+    # At most 128 columns at a time: attention's own indices of 512 columns would be kept for here, in its registers.
+    BLOCK: tl.constexpr = min(BLOCK_VALUE, 128)
+    for first_column in range(0, VALUE_DIM, BLOCK):
+        e = first_column + tl.arange(0, BLOCK)[None, :]
+        inside = has_row[:, None] & (e < VALUE_DIM)
         highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
-        for partial in range(first, first + tl.load(item + 3)):
-            slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-            its_lse = tl.load(partial_lse + slot, mask=has_row, other=_NEVER)
-            result = tl.load(partial_output + slot[:, None] * VALUE_DIM + e[None, :], mask=inside, other=0.0)
+        sums = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+        for part in range(parts):
+            slot = (first + part * KV_HEADS) * BLOCK_ROWS
+            its_lse = tl.load(partial_lse + slot + row, mask=has_row, other=_NEVER, cache_modifier=".cg")
+            results = partial_output + slot * VALUE_DIM + row[:, None] * VALUE_DIM
+            result = tl.load(results + e, mask=inside, other=0.0, cache_modifier=".cg")
             new_highest = tl.maximum(highest, its_lse)
             shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
             weight = tl.exp2(its_lse - shift)
@@ -504,9 +526,7 @@ def merge_partials(
             sums = sums * decay[:, None] + result * weight[:, None]
             total = total * decay + weight
             highest = new_highest
-        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
-        tl.store(out, result.to(output.dtype.element_ty), mask=inside)
-        if lse is not None:
-            place = (row * KV_HEADS + head) * GROUPS + member
-            tl.store(lse + place, (highest + tl.log2(total)) / _LOG2_E, mask=has_row)
+        merged = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(outputs + e, merged.to(outputs.dtype.element_ty), mask=inside)
+        if lses is not None:
+            tl.store(lses, (highest + tl.log2(total)) / _LOG2_E, mask=has_row)

@@ -152,6 +152,9 @@ class TileMap:
     """True if a kernel of the step fills the lists, as those of a mixture's experts."""
     is_invariant: bool = False
     """True if a row's result must not depend on the other rows: all tiles are SHORT, and the splits are fixed."""
+    arrivals: torch.Tensor | None = None
+    """int32[rows], zeros between launches. If set, the only tiles are of shape ROW, and expand is joined to the
+    operator that reads its result. A launch counts here the parts of each row that are written."""
 
     @property
     def max_splits(self) -> int:
@@ -215,6 +218,12 @@ def attached_tile_map(segments: Segments) -> TileMap:
     return found
 
 
+def joins_expand(segments: Segments) -> bool:
+    """Return True if expand is joined to the operator that reads its result."""
+    tile_map: TileMap | None = vars(segments).get("tile_map")
+    return tile_map is not None and tile_map.arrivals is not None
+
+
 def decode_shape(segments: Segments, ranks: Sequence[int]) -> TileShape:
     """Return the shape for all segments of a decode step, whose adapters have `ranks`."""
     lengths = np.diff(segments.cu_seqlens)
@@ -267,10 +276,10 @@ def whole_tiles(rank: int) -> int:
     return -(-rank // RANK_TILE) * RANK_TILE
 
 
-ATTENTION_ITEM_WIDTH = 8
+ATTENTION_ITEM_WIDTH = 10
 """Columns of an attention item: sequence, first query row, query rows, position of the first, first token, one past the
-last token, row of its partial result (-1: straight to the output), 1 if it holds the sequence's first token.
-Columns of a merge item: first query row, query rows, first partial result, number of them."""
+last token, row of its partial result (-1: straight to the output), 1 if it holds the sequence's first token, first
+partial result of its query rows, number of them."""
 
 DECODE_TILE_ROWS = 16
 """Query rows times heads of a group in a decode tile: the fewest that tensor cores take."""
@@ -324,10 +333,18 @@ class AttentionTiles:
     rows: int
     """Rows of a tile: query rows times query heads per kv head. A power of two."""
     items: WorkList
-    merges: WorkList | None
-    """None if no context was cut."""
     partials: int
-    """Partial results that the items write."""
+    """Partial results that the items may write."""
+    arrivals: torch.Tensor
+    """int32[at least partials * kv_heads], zeros between launches: for query rows whose context is cut, at their first
+    partial result, the number of their partial results that are written. The program that writes the last one merges
+    all of them, in order, and sets the number to zero again."""
+
+    @classmethod
+    def of(cls, rows: int, items: WorkList, partials: int, shape: AttentionShape) -> AttentionTiles:
+        """Return tiles of a height whose launches write up to `partials` partial results."""
+        counts = torch.zeros(max(partials, 1) * shape.kv_heads, dtype=torch.int32, device=items.work.device)
+        return cls(rows, items, partials, counts)
 
 
 def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
@@ -354,14 +371,14 @@ def reserve_attention(
     for rows, most in zip(shape.heights, (0, max_rows), strict=True):
         tiles = max_sequences + most // (rows // shape.groups)
         items = reserve(tiles + max_partials, ATTENTION_ITEM_WIDTH, memory)
-        found.append(AttentionTiles(rows, items, reserve(tiles, ATTENTION_ITEM_WIDTH, memory), max_partials))
+        found.append(AttentionTiles.of(rows, items, max_partials, shape))
     return tuple(found)
 
 
 def empty_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionTiles, ...]:
     """Return tiles of each height without work, to compile their kernels."""
-    items, merges = (_empty(ATTENTION_ITEM_WIDTH, device) for _ in range(2))
-    return tuple(AttentionTiles(rows, items, merges, 1) for rows in shape.heights)
+    items = _empty(ATTENTION_ITEM_WIDTH, device)
+    return tuple(AttentionTiles.of(rows, items, 1, shape) for rows in shape.heights)
 
 
 def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: tuple[AttentionTiles, ...]) -> None:
@@ -377,26 +394,20 @@ def refill_attention(
     `spans` int64[S, 3]: first query row, one past the last, and context length of each sequence.
     """
     for reserved, (_, whole) in zip(tiles, _by_height(spans, table_rows, shape), strict=False):
-        assert reserved.merges is not None, "reserved tiles may be merged"
-        pieces, merges = _cut_contexts(whole, shape, reserved.items.work.device, reserved.partials)
-        reserved.items.refill(pieces)
-        reserved.merges.refill(merges)
+        reserved.items.refill(_cut_contexts(whole, shape, reserved.items.work.device, reserved.partials))
 
 
 def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
     device, spans = batch.block_table.device, np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
     ranges = None if batch.key_ranges is None else batch.key_ranges.numpy().astype(np.int64)
     whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape, ranges) if len(tiles)]
-    plans = [(rows, *_cut_contexts(tiles, shape, device)) for rows, tiles in whole]
-    if not plans:
+    if not whole:
         return ()
-    uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
-    tiles_of = []
-    for rows, _, merges in plans:
-        items, merge_list = next(uploaded), next(uploaded)
-        partials = int(merges[:, 3].sum())
-        tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials))
-    return tuple(tiles_of)
+    plans = [_cut_contexts(tiles, shape, device) for _, tiles in whole]
+    return tuple(
+        AttentionTiles.of(rows, uploaded, int((items[:, 6] >= 0).sum()), shape)
+        for (rows, _), items, uploaded in zip(whole, plans, upload(plans, device), strict=True)
+    )
 
 
 def _table_rows(batch: AttentionBatch) -> Ints | None:
@@ -435,23 +446,22 @@ def _tiles(spans: Ints, rows: int, shape: AttentionShape) -> Ints:
             first -= first % LARGEST_BLOCK
     stop = context[owner] if shape.sees_ahead else position + count
     columns = (owner, start[owner] + offset, count, position, first, stop)
-    return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first)))
+    nothing = np.zeros_like(first)
+    return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first), nothing, nothing))
 
 
-def _cut_contexts(
-    tiles: Ints, shape: AttentionShape, device: torch.device, max_partials: int | None = None
-) -> tuple[Ints, Ints]:
-    """Return (items, merges): long contexts are cut to give every program as much to read; longest items first."""
+def _cut_contexts(tiles: Ints, shape: AttentionShape, device: torch.device, max_partials: int | None = None) -> Ints:
+    """Return the items: long contexts are cut to give every program as much to read; longest items first."""
     kv_heads, tokens = shape.kv_heads, tiles[:, 5] - tiles[:, 4]
     tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]
     if shape.is_invariant:
-        return tiles, tiles[:0]
+        return tiles
     programs = resident_programs(device, ATTENTION_PROGRAMS)
     # A persistent launch deals its tasks, one for each item and kv head, to its programs in turn.
     loads = np.bincount(np.arange(len(tokens) * kv_heads) % programs, np.repeat(tokens, kv_heads))
     mean = tokens.sum() * kv_heads / programs
     if len(loads) == programs and loads.max() <= FAIR_LOAD * mean:
-        return tiles, tiles[:0]
+        return tiles
     piece = max(LEAST_TOKENS, -(-int(mean / 3) // LEAST_TOKENS) * LEAST_TOKENS)
     # A captured launch has room for a fixed number of partial results.
     while max_partials is not None and -(-tokens[tokens > piece] // piece).sum() > max_partials:
@@ -459,21 +469,19 @@ def _cut_contexts(
     return _cut_into(tiles, tokens, piece)
 
 
-def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> tuple[Ints, Ints]:
+def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> Ints:
     owner, offset = cut(tokens, piece)
     items = tiles[owner]
     items[:, 4] += offset
     items[:, 5] = np.minimum(items[:, 4] + piece, items[:, 5])
     items[:, 7] = offset == 0
     pieces = np.bincount(owner, minlength=len(tiles))
-    partial = pieces[owner] > 1
+    counts = np.where(pieces > 1, pieces, 0)
+    partial = counts[owner] > 0
     items[partial, 6] = np.arange(partial.sum())
-    merged = pieces > 1
-    counts = pieces[merged]
-    firsts = np.cumsum(counts) - counts
-    merges = np.zeros((len(counts), ATTENTION_ITEM_WIDTH), dtype=np.int64)
-    merges[:, :4] = np.column_stack((tiles[merged, 1], tiles[merged, 2], firsts, counts))
-    return items, merges
+    items[partial, 8] = (np.cumsum(counts) - counts)[owner[partial]]
+    items[partial, 9] = counts[owner[partial]]
+    return items
 
 
 STATE_CHUNK = 32

@@ -95,7 +95,8 @@ def test_fused_layers_compute_the_logits_of_transformers(tmp_path, family: str) 
         own = logits(model, layout, inputs)
         assert fuse_layers(model, layout.layers) == len(layout.layers)
         fused = logits(model, layout, inputs)
-        assert all(isinstance(layer, FusedLayer) for layer in model.get_decoder().layers)
+        replaced = [module for module in model.get_decoder().layers.modules() if isinstance(module, FusedLayer)]
+        assert len(replaced) == len(layout.layers)
         assert isinstance(model.get_decoder().norm, FusedNorm)
         # As near to the exact result as transformers' own modules are: rounding differs, nothing else.
         own_error, fused_error = ((x - wanted).norm() / wanted.norm() for x in (own, fused))

@@ -157,7 +157,8 @@ def test_mixture_router_computes_logits_in_the_familys_own_dtype(tmp_path: Path,
     torch.manual_seed(2)
     x = torch.randn(40, 64).bfloat16()
     loaded, _ = load(base, dtype="bfloat16")
-    served = loaded.runner._forward.model.get_decoder().layers[1].mlp
+    modules = loaded.runner._forward.model.get_decoder().named_modules()
+    served = next(module for name, module in modules if name.endswith("layers.1.mlp"))
     served = getattr(getattr(served, "network", served), attribute)
     exact = getattr(wanted.get_decoder().layers[1].mlp, attribute)
     with torch.inference_mode():

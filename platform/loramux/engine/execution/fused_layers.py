@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +30,9 @@ from loramux_adapters.families import GATES, Family, NormForm, family_of
 from loramux_adapters.modules import AdaptedNorm, GroupedLinear, LoraLinear, replace_module
 from loramux_kernels.decoder_layer import DecoderLayer, DecoderLayers, LayerAdapters
 from loramux_kernels.layer_operators import Activation, gated, rms_norm, rope_write_kv
+from loramux_kernels.lora import run_expand
 from loramux_kernels.paged_attention import paged_attention
-from loramux_kernels.tables import Norm, OwnWeights, Rotation
+from loramux_kernels.tables import Norm, OwnWeights, PendingExpand, Rotation
 
 
 def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
@@ -53,16 +55,21 @@ def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
 
 
 def _stack(decoder: Any, family: Family) -> None:
-    """Put layers that one call computes into one module. If some layers are not replaced, or rotate by different
-    angles, each layer gets its own module."""
-    described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in decoder.layers]
-    whole = [layer for layer in described if layer is not None]
-    if len(whole) == len(described) and not family.angles_by_layer:
-        decoder.layers = nn.ModuleList([FusedStack(list(decoder.layers), whole, is_last=True)])
-        return
-    for index, layer in enumerate(described):
-        if layer is not None:
-            decoder.layers[index] = FusedStack([decoder.layers[index]], [layer], index == len(described) - 1)
+    """Put consecutive layers into one module if one call computes all of them, or none. If some layers are not
+    replaced, or rotate by different angles, each layer gets its own module."""
+    layers = list(decoder.layers)
+    described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in layers]
+    runs = [[index] for index in range(len(layers))]
+    if all(isinstance(layer, FusedLayer) for layer in layers) and not family.angles_by_layer:
+        runs = [list(run) for _, run in groupby(range(len(layers)), lambda index: described[index] is None)]
+    stacks = []
+    for run in runs:
+        members = [layers[index] for index in run]
+        if isinstance(members[0], FusedLayer):
+            whole = [layer for index in run if (layer := described[index]) is not None]
+            members = [FusedStack(members, whole, is_last=run[-1] == len(layers) - 1)]
+        stacks += members
+    decoder.layers = nn.ModuleList(stacks)
 
 
 def _is_known(layer: Any, norm_class: type[nn.Module]) -> bool:
@@ -101,20 +108,51 @@ class FusedNorm(nn.Module):
         """True if no adapter of the step may have its own weight for this norm."""
         return self._own_weights() is None
 
-    def normalise(self, x: torch.Tensor, delta: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
+    def normalise(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None = None,
+        factor: float = 1.0,
+        expand: PendingExpand | None = None,
+    ) -> torch.Tensor:
         """Return the rows of `x`, `[T, width]` or heads `[T, heads, width]`, by the weights of each row's adapter.
 
-        With `delta`, `x` `[T, width]` is first changed in place: `x += factor * delta`.
+        With `delta`, `x` `[T, width]` is first changed in place: `x += factor * delta`. `expand` is what is left to do
+        for the delta, or for `x`.
         """
         # Heads of a joined projection are not contiguous, so a copy is normalised. A stream that is changed in place
         # is.
         rows = x if delta is not None or x.is_contiguous() else x.contiguous()
         own = self._own_weights(x.shape[1] if x.ndim == 3 else 1)
-        return rms_norm(rows.view(-1, x.shape[-1]), self.norm, delta, factor, own).view(x.shape)
+        return rms_norm(rows.view(-1, x.shape[-1]), self.norm, delta, factor, own, expand).view(x.shape)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise `[1, T, width]`."""
         return self.normalise(hidden_states[0])[None]
+
+
+class Delta(NamedTuple):
+    """A sublayer's result, which is to be added to the residual stream."""
+
+    rows: torch.Tensor
+    """`[T, hidden_size]`"""
+    expand: PendingExpand | None = None
+    """Pairs of adapters that the operator that reads the rows next has to add to them."""
+
+    def normalised(self, norm: FusedNorm | None) -> Delta:
+        """Return the result after the norm that follows the sublayer, if any."""
+        return self if norm is None else Delta(norm.normalise(self.rows, expand=self.expand))
+
+    def add_to(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """Add the whole result to the residual stream in place, and return the stream."""
+        if self.expand is not None:
+            run_expand(self.expand)
+        return x.add_(self.rows, alpha=factor)
+
+
+def _multiply(product: GroupedLinear | None, linear: nn.Module, x: torch.Tensor) -> Delta:
+    """Return the result of a sublayer's last linear; `product` computes that linear alone, or is None."""
+    return Delta(linear(x)) if product is None else Delta(*product.multiply(x))
 
 
 class FusedAttention(nn.Module):
@@ -136,10 +174,12 @@ class FusedAttention(nn.Module):
         heads = attention.o_proj.in_features // shape.value_dim
         kv = shape.num_kv_heads
         self.num_heads = heads
-        self._widths = [heads * shape.key_dim, kv * shape.key_dim, kv * shape.value_dim]
+        ends = [0, *accumulate((heads * shape.key_dim, kv * shape.key_dim, kv * shape.value_dim))]
+        self._columns = [slice(start, stop) for start, stop in pairwise(ends)]
         self.norms = [FusedNorm(getattr(attention, name), form) for name in QK_NORMS if hasattr(attention, name)]
         self.norms_heads = bool(self.norms) and len(self.norms[0].norm.weight) == shape.key_dim
         self.turns = bool(getattr(attention, "use_rope", True))
+        self._qkv, self._out = _one_product(self.projections), _one_product([self.o_proj])
 
     @property
     def projections(self) -> list[nn.Module]:
@@ -148,10 +188,10 @@ class FusedAttention(nn.Module):
 
     def forward(
         self, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
-    ) -> torch.Tensor:
+    ) -> Delta:
         """Map `[T, hidden_size]` to the same shape."""
         rows, shape = x.shape[0], self.shape
-        query, key, value = self._project(x)
+        (query, key, value), expand = self._project(x)
         if self.norms and not self.norms_heads:  # over all heads together
             query, key = (norm.normalise(part) for norm, part in zip(self.norms, (query, key), strict=True))
         query, key = query.view(rows, -1, shape.key_dim), key.view(rows, -1, shape.key_dim)
@@ -170,6 +210,7 @@ class FusedAttention(nn.Module):
             step.batch.slot_mapping,
             of_query,
             of_key,
+            expand,
         )
         options = shape.options
         mixed = paged_attention(
@@ -181,15 +222,17 @@ class FusedAttention(nn.Module):
             softcap=options.softcap,
             sinks=options.sinks,
         )
-        y: torch.Tensor = self.o_proj(mixed.view(rows, -1))
-        return y
+        return _multiply(self._out, self.o_proj, mixed.view(rows, -1))
 
-    def _project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return queries, keys and values, `[T, heads * dim]` each."""
+    def _project(self, x: torch.Tensor) -> tuple[Sequence[torch.Tensor], PendingExpand | None]:
+        """Return queries, keys and values, `[T, heads * dim]` each, and what the rotation has to add to them."""
+        if self._qkv is not None and (self.norms_heads or not self.norms):
+            whole, expand = self._qkv.multiply(x)
+            return [whole[:, columns] for columns in self._columns], expand
         if self.is_joined:
             joined: torch.Tensor = self.qkv_proj(x)
-            return joined.split(self._widths, dim=-1)
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            return [joined[:, columns] for columns in self._columns], None
+        return (self.q_proj(x), self.k_proj(x), self.v_proj(x)), None
 
 
 QK_NORMS = ("q_norm", "k_norm")
@@ -209,20 +252,25 @@ class FusedFeedForward(nn.Module):
         for name in ("gate_up_proj", "down_proj") if self.is_joined else ("gate_proj", "up_proj", "down_proj"):
             setattr(self, name, getattr(network, name))
         self.activation: Activation = activation
+        self._gate_up, self._down = _one_product(self.projections), _one_product([self.down_proj])
 
     @property
     def projections(self) -> list[nn.Module]:
         """The linears of the gate and of the factor that it multiplies."""
         return [self.gate_up_proj] if self.is_joined else [self.gate_proj, self.up_proj]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Delta:
         """Map `[T, hidden_size]` to the same shape."""
-        if self.is_joined:
+        expand = None
+        if self._gate_up is not None:
+            whole, expand = self._gate_up.multiply(x)
+            width = whole.shape[1] // 2
+            gate, up = whole[:, :width], whole[:, width:]
+        elif self.is_joined:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        y: torch.Tensor = self.down_proj(gated(gate, up, self.activation))
-        return y
+        return _multiply(self._down, self.down_proj, gated(gate, up, self.activation, expand))
 
 
 class PackedFeedForward(nn.Module):
@@ -232,10 +280,9 @@ class PackedFeedForward(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Delta:
         """Map `[T, hidden_size]` to the same shape."""
-        y: torch.Tensor = self.network(x[None])
-        return y[0]
+        return Delta(self.network(x[None])[0])
 
 
 def _feed_forward(network: Any, activations: Set[str]) -> nn.Module:
@@ -331,47 +378,53 @@ class FusedLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        *,
+        x: torch.Tensor,
+        delta: Delta | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_step: AttentionStep,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
-        norms, x = self.norms, hidden_states[0]
-        normed = x if norms.before_attention is None else norms.before_attention.normalise(x)
-        delta = self.self_attn(normed, position_embeddings, attention_step)
-        if norms.after_attention is not None:
-            delta = norms.after_attention.normalise(delta)
-        if norms.before_network is None:
-            normed = x.add_(delta, alpha=self.factor)
-        else:
-            normed = norms.before_network.normalise(x, delta, self.factor)
-        delta = self.mlp(normed)
-        if norms.after_network is not None:
-            delta = norms.after_network.normalise(delta)
-        x.add_(delta, alpha=self.factor)
-        return hidden_states
+        step: AttentionStep,
+    ) -> Delta:
+        """Change the residual stream `x` `[T, hidden_size]` in place; return what is still to be added to it.
+
+        `delta` is what the layer before has returned. So one pass adds it and normalises the result.
+        """
+        norms = self.norms
+        normed = self._enter(norms.before_attention, x, delta)
+        change: Delta = self.self_attn(normed, position_embeddings, step)
+        normed = self._enter(norms.before_network, x, change.normalised(norms.after_attention))
+        change = self.mlp(normed)
+        return change.normalised(norms.after_network)
+
+    def _enter(self, norm: FusedNorm | None, x: torch.Tensor, delta: Delta | None) -> torch.Tensor:
+        """Add `delta` to the residual stream in place, and return the next sublayer's input."""
+        if delta is None:
+            return x if norm is None else norm.normalise(x)
+        if norm is None:
+            return delta.add_to(x, self.factor)
+        return norm.normalise(x, delta.rows, self.factor, delta.expand)
 
 
 class FusedStack(nn.Module):
     """Replaces consecutive decoder layers that rotate queries and keys by the same angles."""
 
     def __init__(self, layers: Sequence[FusedLayer], described: Sequence[DecoderLayer], is_last: bool) -> None:
-        """`described` is `describe` of each layer. After the last stack only some rows are read."""
+        """`described` is `describe` of each layer, or empty. After the last stack only some rows are read."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._indices = [layer.self_attn.layer_idx for layer in layers]
-        self._described = DecoderLayers(described)
+        self._described = DecoderLayers(described) if described else None
         self._is_last = is_last
-        product = _one_product([layers[0].self_attn.o_proj])
-        assert product is not None, "`describe` has found it"
-        self._bank: AdapterBank = product.bank
+        self._factor = layers[0].factor
+        if described:
+            product = _one_product([layers[0].self_attn.o_proj])
+            assert product is not None, "`describe` has found it"
+            self._bank: AdapterBank = product.bank
 
     def run_in_one_call(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> bool:
         """Change the rows `x` in place; for a step that needs the modules, do nothing and return False."""
+        if self._described is None:
+            return False
         bank, kv = self._bank, [step.layers[index] for index in self._indices]
         native = self._described.native_for(x, kv) if bank.extras is None else None
         if native is None:
@@ -391,7 +444,11 @@ class FusedStack(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Change the residual stream `[1, T, hidden_size]` in place, and return it; see AttentionStep.kept_rows."""
-        if not self.run_in_one_call(hidden_states[0], position_embeddings, attention_step):
+        x = hidden_states[0]
+        if not self.run_in_one_call(x, position_embeddings, attention_step):
+            delta: Delta | None = None
             for layer in self.layers:
-                layer(hidden_states, position_embeddings=position_embeddings, attention_step=attention_step)
+                delta = layer(x, delta, position_embeddings, attention_step)
+            assert delta is not None, "a stack has a layer"
+            delta.add_to(x, self._factor)
         return hidden_states

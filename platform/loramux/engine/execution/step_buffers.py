@@ -146,6 +146,7 @@ class StepBuffers:
         # A decode step samples every row. Graphs read this tensor, so all of them share one.
         self._every_row = torch.arange(max_sequences, device=device)
         self._tiles: dict[TileShape, RowTiles] = {}
+        self._arrivals = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
     def fill(self, packed: PackedStep) -> StepInputs:
         """Put a step into the host's buffer, which `send` copies, and return its inputs on the device."""
@@ -240,7 +241,9 @@ class StepBuffers:
         # One run of all rows represents any runs that they will hold.
         segments = Segments((0, rows), (0,))
         tiles = tuple(self.tiles_of(shape) for shape in shapes)
-        tile_map = TileMap(rows, whole_tiles(self._max_rank), tiles, is_invariant=self.is_invariant)
+        # A row's program reads no more of B in a joined expand than in a separate launch.
+        arrivals = self._arrivals[:rows] if tuple(shapes) == (ROW,) else None
+        tile_map = TileMap(rows, whole_tiles(self._max_rank), tiles, is_invariant=self.is_invariant, arrivals=arrivals)
         attach_tile_map(segments, tile_map)
         segments.use_row_slots(self._rows.tensor[-1, :rows])
         return segments

@@ -14,20 +14,21 @@ from loramux_kernels.cuda.launch import Launch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 LAUNCHES_OF_A_LAYER = {
-    # norm, qkv, rotation + KV, attention (parts and their merge), o, add + norm, gate and up, product, down, add;
+    # add + norm, qkv, rotation + KV, attention, o, add + norm, gate and up, product, down;
     # attention and pairs of both heights in a decoder of any step
-    "llama": (11, 19, 29),
-    "qwen3": (11, 19, 29),
+    "llama": (9, 13, 17, 26),
+    "qwen3": (9, 13, 17, 26),
     # four norms
-    "gemma2": (13, 21, 31),
+    "gemma2": (11, 15, 19, 28),
     # router, its choice, rows by expert, all experts' gate and up, gate, down, sum; rows of adapters
-    "mixtral": (22, 33, 41),
+    "mixtral": (20, 29, 31, 38),
 }
-"""Of a decode step without adapters, and with them: a shrink and an expand for each of four groups of linears (of a
-mixture: two, the router and the experts' two); and of the decoder of any step with pairs."""
+"""Of a decode step without adapters; with adapters row by row, with a shrink for each of four groups of linears (of a
+mixture: two groups, and a shrink and an expand for the router and the experts' two); with adapters in tiles, with a
+shrink and an expand for each group; and of the decoder of any step with pairs."""
 
-COUNTED = (0, 1, 4)
-"""Recordings of one row: a decode step without adapters and row by row, and the decoder with pairs."""
+COUNTED = (0, 1, 2, 4)
+"""Recordings of one row: a decode step without adapters, row by row and in tiles, and the decoder with pairs."""
 
 VIEWS = (
     "view _unsafe_view slice select split unsqueeze squeeze as_strided expand transpose t permute detach alias narrow"
