@@ -230,24 +230,21 @@ def _joined() -> Iterator[Variant]:
                 yield Variant(f"expand-norm-{name}{width}-{_short(dtype)}", launch)
         for widths in ((14_336, 14_336), (28_672,)):
             expand = _pending(widths, dtype)
-            launch = joined_expand.prepare_gated(
-                *expand.y.chunk(2, dim=1), "silu", expand, torch.empty(4, 14_336, dtype=dtype)
-            )
+            gate, up = expand.y.chunk(2, dim=1)
+            launch = joined_expand.prepare_gated(gate, up, "silu", expand, torch.empty(4, 14_336, dtype=dtype))
             yield Variant(f"expand-gated-of-{len(widths)}-{_short(dtype)}", launch)
     for dim, rotary in ((128, 128), (96, 72), (256, 256), (512, 512)):
-        norm = Norm(torch.empty(dim), 1e-5, rounds_first=True) if dim >= 256 else None
-        widths, rotation = (32 * dim, 8 * dim, 8 * dim), torch.empty(4, rotary, dtype=torch.bfloat16)
+        of_heads = Norm(torch.empty(dim), 1e-5, rounds_first=True) if dim >= 256 else None
+        heads, rotation = (32 * dim, 8 * dim, 8 * dim), torch.empty(4, rotary, dtype=torch.bfloat16)
         whole = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.bfloat16) for _ in range(2)))
         codes = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.uint8) for _ in range(2)), *torch.empty(2, 2, 8))
         for layer in (whole, codes):
-            expand = _pending(widths, torch.bfloat16)
-            parts = (part.unflatten(1, (-1, dim)) for part in expand.y.split(widths, dim=1))
-            slots = torch.zeros(4, dtype=torch.int64)
-            for launch in joined_expand.prepare_rope(
-                *parts, Rotation(rotation, rotation), layer, slots, norm, norm, expand
-            ):
+            expand = _pending(heads, torch.bfloat16)
+            query, key, value = (part.unflatten(1, (-1, dim)) for part in expand.y.split(heads, dim=1))
+            slots, turn = torch.zeros(4, dtype=torch.int64), Rotation(rotation, rotation)
+            for launch in joined_expand.prepare_rope(query, key, value, turn, layer, slots, of_heads, of_heads, expand):
                 order = "" if layer is whole else f"{_order(launch)}-fp8-"
-                yield Variant(f"expand-rope-{order}{rotary}-of-{dim}" + ("-normed" if norm else ""), launch)
+                yield Variant(f"expand-rope-{order}{rotary}-of-{dim}" + ("-normed" if of_heads else ""), launch)
 
 
 def _pending(widths: tuple[int, ...], dtype: torch.dtype) -> PendingExpand:
