@@ -147,8 +147,7 @@ def test_loads_while_others_hang_wait_for_one_more_thread_and_not_each_for_its_o
     assert len(ran_on) == 20
     assert len(set(ran_on)) < 10
     go_on.set()
-    for job in hanging:
-        assert job.result(30)
+    assert all(job.result(30) for job in hanging)
     until_true(lambda: threads._num_spare == 0)
     threads.close()
 
