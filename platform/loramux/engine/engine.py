@@ -72,7 +72,7 @@ SERVICE_INTERVAL_S = 0.25
 """Seconds between two reports with the service of tenants."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Compiling:
     """A request whose grammar is being compiled."""
 
@@ -402,6 +402,8 @@ class Engine:
             if fault := self.scheduler.miss_deadline(first.request):
                 del self._compiling[first.request.id]
                 self.scheduler.refuse(first.request, fault)
+            else:  # the group may be forgotten before this choice is added
+                first.request = msgspec.structs.replace(first.request, group_started=True)
 
     def _announce_work(self, step: Step) -> list[str]:
         """Report the requests that the engine begins to work on; return those in the step."""

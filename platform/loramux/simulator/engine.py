@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from loramux.engine.memory.memory import OPERATOR
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Inspected, Residency, StoreJob
 from loramux.engine.messages import AdapterRef, EngineCount, Request, ServiceClass, TokenEvent
@@ -325,7 +326,7 @@ class SimulatedEngine:
             self.residency.acquire(ref)
         self._settle_all()
         for ref in refs:
-            if not self.scheduler.memory.load(ref.digest, claimed=False, spare_wanted=False):
+            if not self.scheduler.memory.load(ref.digest, OPERATOR, claimed=False, spare_wanted=False):
                 raise ScenarioError(
                     f"the pool of {self.pool.num_pages} pages cannot hold all {len(refs)} preloaded adapters"
                 )

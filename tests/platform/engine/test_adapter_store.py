@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from functools import partial
-from threading import Event
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from scheduler_harness import Harness
 
 from loramux.engine.memory import host_memory
 from loramux.engine.memory.host_memory import DiskStore, HostCache, LoaderThreads
-from loramux.engine.memory.residency import AdapterState
+from loramux.engine.memory.residency import AdapterState, StoreJob
 from loramux.engine.messages import AdapterRef
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.prepared import PreparedAdapter
@@ -127,6 +127,53 @@ def test_loads_from_storage_that_hangs_delay_no_loads_of_other_owners(
     go_on.set()
     assert [job.result(30) for job in hanging] == list(range(len(owners)))
     assert threads.submit("last/other", lambda: "still", lambda found: found).result(30) == "still"
+    threads.close()
+
+
+def test_loads_while_others_hang_wait_for_one_more_thread_and_not_each_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "STUCK_SECONDS", 0.2)
+    threads, go_on, ran_on = LoaderThreads("test", 2, ManualClock(0.0)), Event(), list[Thread]()
+
+    def submit(number: int) -> StoreJob[None]:
+        return threads.submit(f"{number}/{number}", lambda: ran_on.append(current_thread()), lambda found: found)
+
+    hanging = [threads.submit(f"{number}/a", partial(go_on.wait, 60), lambda found: found) for number in range(2)]
+    for number in range(10):
+        submit(number).result(30)
+    for job in [submit(number) for number in range(10, 20)]:
+        job.result(30)
+    assert len(ran_on) == 20
+    assert len(set(ran_on)) < 10
+    go_on.set()
+    assert all(job.result(30) for job in hanging)
+    until_true(lambda: threads._num_spare == 0)
+    threads.close()
+
+
+def test_loader_job_that_ends_while_it_is_cancelled_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled job is first marked, and then its callbacks are called: its thread may end it in between."""
+    threads, go_on, begun = LoaderThreads("test", 1, ManualClock(0.0)), Event(), list[Thread]()
+    replace, others = threads._replace_hung_thread, list[StoreJob[str]]()
+
+    def replace_late(key: str, job: StoreJob[Any]) -> None:
+        if job.cancelled():
+            others.append(threads.submit("other", lambda: "other", lambda found: found))
+            go_on.set()
+            until_true(lambda: others[0].done() or not begun[0].is_alive())
+        replace(key, job)
+
+    def read() -> None:
+        begun.append(current_thread())
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(threads, "_replace_hung_thread", replace_late)
+    job = threads.submit("a", read, lambda found: found)
+    until_true(lambda: bool(begun))
+    assert job.cancel()
+    assert others[0].result(30) == "other"
+    assert threads.submit("a", lambda: "again", lambda found: found).result(30) == "again"
     threads.close()
 
 
@@ -255,5 +302,24 @@ def test_loads_beyond_the_limit_wait_in_order_and_keep_no_other_out(max_loading:
     harness.step()
     harness.step()
     assert harness.finished["base"] == "length"
+    harness.run()
+    assert set(harness.finished.values()) == {"length"}
+
+
+def test_loads_of_one_tenant_that_hang_leave_a_place_to_other_tenants() -> None:
+    harness = Harness(num_pages=60, max_num_seqs=8, max_tokens=64, max_loading=3)
+    for name in ("a", "b", "c"):
+        harness.submit(name, 4, 2, adapter=name, tenant="slow")
+    harness.store.finish_all()
+    harness.step()
+    assert harness.residency.num_loading == 2
+    harness.submit("other", 4, 2, adapter="switched", tenant="other")
+    harness.store.finish(-1)
+    harness.step()
+    assert harness.residency.state("switched") is AdapterState.LOADING
+    harness.store.finish(-1)
+    while "other" not in harness.finished:
+        harness.step()
+    assert harness.residency.state("c") is AdapterState.KNOWN
     harness.run()
     assert set(harness.finished.values()) == {"length"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from loramux.engine.execution.constraints import (
 )
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
+from loramux.engine.scheduling import state
 from loramux.engine.scheduling.sequence import PENDING, Sequence
 
 EOS, BOS, VOCAB = 256, 257, 260
@@ -392,6 +394,35 @@ def test_deadline_ends_a_request_whose_grammar_is_being_compiled_without_a_comma
             report = engine.step()
             events += report.events if report else []
         assert text([event for event in events if event.request_id == "begun"]) == "ab"
+    finally:
+        go_on.set()
+        engine.close()
+
+
+def test_choice_whose_grammar_compiles_until_its_group_is_forgotten_is_not_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another choice of the group had begun when the deadline passed, so that the deadline ends none."""
+    go_on = threading.Event()
+    monkeypatch.setattr(compiling, "compile_grammar", lambda *of: (go_on.wait(60), compile_grammar(*of))[1])
+    monkeypatch.setattr(state, "MAX_ENDED_GROUPS", 0)
+    engine = engine_of(base, late=False)
+    first = request("first", None, ignore_eos=True)
+    events: list[TokenEvent] = []
+    try:
+        engine.submit(msgspec.structs.replace(first, group_id="g"))
+        engine.step()
+        engine.submit(msgspec.structs.replace(request("second", "ab"), group_id="g", deadline_ms=1))
+        time.sleep(0.01)
+        engine.step()
+        engine.cancel("first")
+        engine.step()
+        assert "second" in engine._compiling
+        go_on.set()
+        while not engine.is_idle:
+            report = engine.step()
+            events += report.events if report else []
+        assert text([event for event in events if event.request_id == "second"]) == "ab"
     finally:
         go_on.set()
         engine.close()

@@ -18,6 +18,7 @@ from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, SamplingParams
+from loramux.engine.scheduling import state
 
 
 class Encoder:
@@ -506,6 +507,30 @@ def test_deadline_ends_a_choice_that_waits_for_its_image_if_no_other_choice_has_
     harness.adapters.step()
     assert list(harness.adapters.faults) == ([] if begins else ["first"])
     assert harness.rows.is_idle is not begins
+
+
+def test_choice_that_waits_for_its_image_until_its_group_is_forgotten_is_not_refused(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another choice of the group had begun when the deadline passed, so that the deadline ends none."""
+    monkeypatch.setattr(state, "MAX_ENDED_GROUPS", 0)
+    scheduler = harness.adapters.scheduler
+    scheduler.add(request("first", "t", group="g"))
+    harness.adapters.step()
+    second = request("second", "t", "one", deadline_ms=2000)
+    assert harness.rows.submit(msgspec.structs.replace(second, group_id="g")) is None
+    harness.advance()
+    harness.adapters.time = 2.0
+    harness.advance()
+    scheduler.cancel("first")
+    harness.encoder.done.release()
+    assert harness.woken.acquire(timeout=10)
+    [ready], failed = harness.rows.advance()
+    assert not failed
+    scheduler.add(msgspec.structs.replace(ready, prompt_token_ids=[9], images=()))
+    harness.adapters.step()
+    assert "second" not in harness.adapters.faults
+    assert harness.adapters.generated["second"] == 1
 
 
 def test_ids_of_placeholders_are_their_image_and_not_their_token() -> None:

@@ -371,7 +371,9 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     pool. With a GPU this memory is pinned.
     """
     max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
-    """The largest number of adapters that are loaded into the pool at the same time."""
+    """The largest number of adapters that are loaded into the pool at the same time. One tenant has at most one load
+    less than this number (at least 1).
+    """
     load_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """Maximum seconds for reading one adapter. After this time, the requests that wait for the adapter end with an
     error.

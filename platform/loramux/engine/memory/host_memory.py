@@ -186,9 +186,11 @@ class LoaderThreads:
         self._num_begun = 0
         self._hung: set[str] = set()
         """Keys of jobs that were cancelled and are still reading."""
+        self._reading: set[StoreJob[Any]] = set()
+        """Jobs that a thread has begun and has neither ended nor lost to another thread."""
         self._threads = threads
         self._num_spare = 0
-        """Threads beyond `threads`. As many end with their jobs."""
+        """Threads beyond `threads`. They end when fewer than `threads` jobs run."""
         self._is_closed = False
         for _ in range(threads):
             self._start_thread(self._work)
@@ -229,7 +231,7 @@ class LoaderThreads:
                 return
             with self._changed:
                 self._end_job(owner)
-                if self._num_spare:
+                if self._num_spare and self._running.total() < self._threads:
                     self._num_spare -= 1
                     return
 
@@ -270,13 +272,12 @@ class LoaderThreads:
         return self._is_closed or self._num_begun > num_begun
 
     def _run(self, key: str, job: StoreJob[T], read: Callable[[], R], write: Callable[[R], T]) -> bool:
-        """Run a job. Return False if the job was cancelled after its beginning, because another thread has then
-        replaced this thread.
-        """
+        """Run a job. Return False if another thread has replaced this thread, because the job was cancelled."""
         with self._changed:
             if job.cancelled():
                 return True
             job.started_at = self._clock()
+            self._reading.add(job)
         try:
             found = read()
             if job.set_running_or_notify_cancel():
@@ -284,12 +285,16 @@ class LoaderThreads:
         except Exception as error:
             if job.running() or job.set_running_or_notify_cancel():
                 job.set_exception(error)
-        self._hung.discard(key)
-        return not job.cancelled()
+        with self._changed:
+            self._hung.discard(key)
+            is_replaced = job not in self._reading
+            self._reading.discard(job)
+            return not is_replaced
 
     def _replace_hung_thread(self, key: str, job: StoreJob[T]) -> None:
-        with self._changed:  # a job is either cancelled before it starts, or its thread knows that it is replaced
-            if job.cancelled() and job.started_at is not None:
+        with self._changed:  # a cancelled job may have ended before this call
+            if job.cancelled() and job in self._reading:
+                self._reading.remove(job)
                 self._hung.add(key)
                 self._end_job(owner_of(key))
                 if self._num_spare:

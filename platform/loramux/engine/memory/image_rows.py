@@ -101,7 +101,7 @@ class _Read(NamedTuple):
     job: StoreJob[AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Waiting:
     request: Request
     arrival: float
@@ -315,6 +315,8 @@ class ImageRows(Generic[Rows]):
             if fault := self._miss_deadline(waiting.request):
                 failed.append((waiting.request, fault))
                 self.cancel(waiting.request.id)
+            else:  # the group may be forgotten before this choice is added
+                waiting.request = msgspec.structs.replace(waiting.request, group_started=True)
         return failed
 
     def _take_leading(self, turn: Turn, ready: list[Request], failed: list[tuple[Request, EngineFault]]) -> None:

@@ -185,18 +185,18 @@ class Memory:
 
     # adapters
 
-    def load(self, digest: str, *, claimed: bool, spare_wanted: bool, leave_free: int = 0) -> bool:
-        """Start to load a KNOWN revision; return False if its pages or a place among the running loads are not
-        available now.
+    def load(self, digest: str, tenant: str, *, claimed: bool, spare_wanted: bool, leave_free: int = 0) -> bool:
+        """Start to load a KNOWN revision for `tenant`; return False if its pages or a place among the running loads are
+        not available now.
 
         In addition, `leave_free` pages must remain free. With `spare_wanted`, a revision that a request waits for is
         not evicted.
         """
-        if self.residency.is_saturated:
+        if not self.residency.may_load(tenant):
             return False
         if not self._make_room(self.residency.num_pages(digest) + leave_free, spare_wanted=spare_wanted):
             return False
-        self.residency.load(digest, claimed=claimed)
+        self.residency.load(digest, tenant, claimed=claimed)
         return True
 
     def retire(self, digest: str) -> None:
@@ -407,8 +407,8 @@ class AdapterPins:
             case AdapterState.KNOWN if reason := self._excess(digest):
                 self._give_up(digest, EngineFault("pin_limit", reason))
             case AdapterState.KNOWN:
-                free = self._limits.leave_free
-                pin.claims = self._memory.load(digest, claimed=True, spare_wanted=True, leave_free=free)
+                owner, free = min(pin.owners), self._limits.leave_free
+                pin.claims = self._memory.load(digest, owner, claimed=True, spare_wanted=True, leave_free=free)
             case AdapterState.READY:
                 pin.is_in_pool = True
                 self._residency.keep(digest)

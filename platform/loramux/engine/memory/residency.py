@@ -21,7 +21,7 @@ import enum
 import heapq
 import math
 import queue
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -100,7 +100,9 @@ class ResidencyPolicy:
     half_life: float = 300.0
     """Seconds after which a use counts half."""
     max_loading: int = 4
-    """Maximum number of loads that run at the same time; other loads wait in the scheduler's order."""
+    """Maximum number of loads that run at the same time; other loads wait in the scheduler's order. One tenant has at
+    most all but one of these places, because its loads may hang.
+    """
     load_timeout: float = 120.0
     """Seconds that an inspection or a load may take after a thread has begun it."""
     overhead_pages: float = 8.0
@@ -134,6 +136,8 @@ class Resident:
     num_trees: int = 0
     """Number of prefix trees with cached KV of the revision. The revision can be evicted only if there are none."""
     recency: float = NEVER_USED
+    loading_for: str = ""
+    """Tenant of the latest load."""
     loading_since: float = 0.0
     ready_at: float = 0.0
     """End of the revision's latest load."""
@@ -162,7 +166,6 @@ class Residency:
         """`wake` is called from the store's threads when an inspection or a load has ended and `poll` would return
         it."""
         self.clock = clock
-        self.num_loading = 0
         self.counters = Counters() if counters is None else counters
         self._pool = pool
         self._store = store
@@ -170,6 +173,8 @@ class Residency:
         self._wake = wake
         self._known: dict[str, Resident] = {}
         self._resident: dict[str, None] = {}
+        self._loading: Counter[str] = Counter()
+        """Running loads of each tenant."""
         self._ended: queue.SimpleQueue[Resident] = queue.SimpleQueue()
         self._awaited: set[str] = set()
         """Revisions that are wanted and not READY."""
@@ -275,9 +280,14 @@ class Residency:
         return bool(self._awaited)
 
     @property
-    def is_saturated(self) -> bool:
-        """True if the maximum number of loads is running."""
-        return self.num_loading >= self._policy.max_loading
+    def num_loading(self) -> int:
+        """Number of running loads."""
+        return self._loading.total()
+
+    def may_load(self, tenant: str) -> bool:
+        """Return whether a place among the loads is free for `tenant`."""
+        places = self._policy.max_loading
+        return self.num_loading < places and self._loading[tenant] < max(1, places - 1)
 
     @property
     def now(self) -> float:
@@ -351,13 +361,14 @@ class Residency:
         self._rank(resident)
         self._forget_if_unneeded(resident)
 
-    def load(self, digest: str, *, claimed: bool = False) -> None:
-        """Start to load a KNOWN revision. The revision's pages must be free."""
+    def load(self, digest: str, tenant: str, *, claimed: bool = False) -> None:
+        """Start to load a KNOWN revision for `tenant`. The revision's pages must be free."""
         resident = self._known[digest]
         resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
         self._resident[digest] = None
-        self.num_loading += 1
+        self._loading[tenant] += 1
         resident.state = AdapterState.LOADING
+        resident.loading_for = tenant
         resident.is_claimed = claimed
         resident.loading_since = self.clock()
         self._start(resident, self._store.fill(resident.ref, resident.pages))
@@ -482,7 +493,9 @@ class Residency:
     def _conclude(self, resident: Resident) -> None:
         pending, resident.pending = resident.pending, None
         assert pending is not None, "a resident has one task at a time"
-        self.num_loading -= resident.state is AdapterState.LOADING
+        if resident.state is AdapterState.LOADING:
+            self._loading[resident.loading_for] -= 1
+            self._loading += Counter()  # removes tenants without loads
         if error := self.error_of(pending):
             self._fail(resident, error)
         elif isinstance(result := pending.result(), Inspected):

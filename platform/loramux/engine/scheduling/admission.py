@@ -335,7 +335,7 @@ class Admission:
         for sequence in self._queue.head(flow, self._policy.window):
             digest = sequence.digest
             state = AdapterState.READY if digest is None else self._residency.state(digest)
-            if state is AdapterState.READY or (state is AdapterState.KNOWN and not self._residency.is_saturated):
+            if state is AdapterState.READY or (state is AdapterState.KNOWN and self._residency.may_load(flow.tenant)):
                 return sequence
             events.append(LOAD_SLOT if state is AdapterState.KNOWN else digest)
         self._queue.park(flow, events)
@@ -450,7 +450,7 @@ class Admission:
     def _start_load(self, sequence: Sequence, *, spare_wanted: bool = False) -> bool:
         digest = sequence.digest
         assert digest is not None, "only adapters are cold"
-        if not self._state.memory.load(digest, claimed=True, spare_wanted=spare_wanted):
+        if not self._state.memory.load(digest, sequence.flow.tenant, claimed=True, spare_wanted=spare_wanted):
             return False
         self._state.claim(sequence, digest)
         return True
