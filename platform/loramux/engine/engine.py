@@ -200,7 +200,7 @@ class Engine:
                 parts.facts.max_model_len,
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
-                whole_images=parts.tower is not None and parts.tower.whole_tokens > 0,
+                whole_tokens=parts.tower.whole_tokens if parts.tower is not None else 0,
                 token_context=parts.facts.token_context or math.inf,
             ),
             budget,

@@ -9,6 +9,7 @@ from scheduler_harness import Harness
 
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.sequence import StepBuilder
 
 BATCH, STANDARD, INTERACTIVE = ServiceClass.BATCH, ServiceClass.STANDARD, ServiceClass.INTERACTIVE
 
@@ -133,6 +134,33 @@ def test_share_of_batch_is_one_of_the_prompt_tokens_that_decoding_rows_leave() -
         harness.submit(f"chat {number}", prompt=64, output=1, service_class=INTERACTIVE, tenant="u")
         found.append(lengths(harness)["line"])
     assert max(found) == 4, "an eighth of 32, not of 512"
+
+
+def test_share_of_batch_counts_attention_to_a_long_context() -> None:
+    """A token of the line counts as 9 or 10 of the 64 next to answers: batch's 16 are one token, not six."""
+    harness = with_room(tokens=16, num_pages=2000, max_num_seqs=64, max_tokens=400, max_mixed=64, token_context=50.0)
+    harness.submit("line", prompt=900, output=1, service_class=BATCH)
+    harness.step()
+    harness.submit("row", prompt=4, output=500, service_class=INTERACTIVE, tenant="u")
+    harness.step()
+    row = harness.scheduler.running[-1]
+    harness.scheduler.queue.charge(row.flow, 8 * 6000.0)  # so that batch has its share and does not come last
+    harness.submit("chat", prompt=300, output=1, service_class=INTERACTIVE, tenant="v")
+    assert lengths(harness) == {"line": 1, "row": 1, "chat": 38}
+    assert lengths(harness) == {"line": 1, "row": 1, "chat": 26}
+
+
+def test_tokens_kept_for_running_lines_count_attention_to_their_contexts() -> None:
+    """The last three tokens of the line count as 28: the background's 16 are all kept."""
+    harness = with_room()
+    harness.submit("line", prompt=403, output=1, service_class=BATCH)
+    (line,) = harness.scheduler.state.sequences.values()
+    line.num_computed = 400
+    builder = StepBuilder(64, 8, token_context=50.0, background=line.flow.group, background_left=16)
+    builder.keep_for([line])
+    assert builder.is_background_full(line)
+    builder.release_kept()
+    assert builder.background_left == 16
 
 
 def test_batch_prompts_have_the_whole_step_while_those_above_cannot_join() -> None:

@@ -165,6 +165,7 @@ def test_image_whose_tokens_see_ahead_is_computed_in_one_step(zoo: ImageZoo, ans
 
     engine.scheduler.plan = recorded
     try:
+        assert engine.scheduler.state.limits.whole_tokens == engine.facts.limits.max_mixed_prefill_tokens
         assert serve(zoo, engine, asked, [2 * i for i in range(9)]) == {one.name: answers[one.name] for one in asked}
         assert not inside
     finally:

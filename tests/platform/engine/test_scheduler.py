@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
@@ -11,8 +11,9 @@ from scheduler_harness import Harness, answer
 
 from loramux.common.settings.serving import EngineSettings
 from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
-from loramux.engine.messages import ServiceClass, StepLimits
-from loramux.engine.scheduling.policy import Policy, SchedulerLimits, step_limits
+from loramux.engine.messages import Request, SamplingParams, ServiceClass, StepLimits
+from loramux.engine.scheduling.policy import Policy, SchedulerLimits, limits_with_images, step_limits
+from loramux.engine.scheduling.sequence import Sequence, StepBuilder
 
 GB = 10**9
 
@@ -81,6 +82,35 @@ def test_prompts_with_decoding_rows_go_on_after_any_context() -> None:
     assert steps == [{"long": 1, "next": 1}, {"long": 1}, {"long": 1}]
 
 
+@settings(deadline=None)
+@given(
+    context=st.integers(0, 20_000),
+    tokens=st.integers(1, 2048),
+    token_context=st.sampled_from([0.5, 16.0, 800.0, 13_000.0]),
+)
+def test_prompt_with_decoding_rows_takes_the_most_tokens_whose_cost_the_step_has_left(
+    context: int, tokens: int, token_context: float
+) -> None:
+    """The next prompt gets no token that the step does not have, not even because a cost was rounded."""
+    sampling = SamplingParams(max_tokens=1)
+    request = Request(id="r", tenant="t", prompt_token_ids=[5] * (context + 2 * tokens), sampling=sampling)
+    sequence = Sequence(request, 0.0)
+    sequence.num_computed = context
+
+    def left_after(length: int) -> int:
+        """Return the tokens that are left of four times as many."""
+        builder = StepBuilder(4 * tokens, 8, token_context=token_context)
+        builder.add(sequence, length)
+        return builder.tokens_left
+
+    length = StepBuilder(tokens, 8, token_context=token_context).room_for(sequence)
+    assert left_after(length + 1) < 3 * tokens
+    assert left_after(length) >= 3 * tokens or length == 1
+    if left_after(length):
+        cost = length + length * (2 * context + length) / (2 * token_context)
+        assert 0 <= 4 * tokens - left_after(length) - cost < 1, "rounded up"
+
+
 def test_limit_of_prompts_with_decoding_rows_follows_the_device() -> None:
     """A step of a CPU is as efficient with 256 rows as with 1,024; a GPU reads 16 GB of weights for the first one, and
     takes twice as long for 512."""
@@ -125,6 +155,23 @@ def test_prompts_with_decoding_rows_fill_whole_tiles_of_a_gpus_products() -> Non
         assert (limits.prefill_tokens(decoding) + decoding) % 128 == 0
     few = SchedulerLimits.of(StepLimits(64, 1024, 128), 4096, on_cpu=False)
     assert few.prefill_tokens(100) == 128, "28 of 128 would be too few"
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("whole_tokens", [1, 100, 256, 280, 560, 1120, 3000])
+def test_whole_image_has_room_next_to_any_number_of_decoding_rows(whole_tokens: int, *, on_cpu: bool) -> None:
+    """Also if the rows then begin a tile. Otherwise the image would wait until rows end."""
+    for tokens, mixed in ((8, 4), (1024, 64), (1024, 256), (1024, 300), (1024, 512), (2048, 600), (8192, 1500)):
+        asked = limits_with_images(StepLimits(256, tokens, mixed), whole_tokens)
+        limits = SchedulerLimits.of(asked, 4096, on_cpu=on_cpu, whole_tokens=whole_tokens)
+        rooms = [limits.prefill_tokens(rows) for rows in range(257)]
+        assert min(rooms) >= whole_tokens
+        assert max(rooms[1:]) <= max(mixed, whole_tokens)
+
+
+def test_whole_image_takes_room_of_whole_tiles_only_if_it_needs_it() -> None:
+    limits = SchedulerLimits.of(StepLimits(64, 1024, 512), 4096, on_cpu=False, whole_tokens=500)
+    assert [limits.prefill_tokens(rows) for rows in (1, 12, 13, 128)] == [511, 500, 512, 512]
 
 
 def test_too_long_is_answered_at_once_with_the_numbers() -> None:

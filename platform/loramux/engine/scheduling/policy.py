@@ -92,8 +92,9 @@ class SchedulerLimits:
     """Rows that a product takes at once: a tile that is begun costs as much as a full one."""
     whole_prompts: bool = False
     """True if each prompt is computed whole in one step, because its tokens see later ones."""
-    whole_images: bool = False
-    """True if each image of a prompt is computed whole in one step, because its tokens see later ones of the image."""
+    whole_tokens: int = 0
+    """Most tokens of an image that is computed whole in one step, because its tokens see later ones of the image; 0:
+    images can be cut."""
     token_context: float = math.inf
     """Tokens of context whose attention costs a token as much as its products. `max_mixed_prefill_tokens` are tokens
     without context, and fewer after a long context, so that a step takes the same time; inf: they are not fewer."""
@@ -101,14 +102,15 @@ class SchedulerLimits:
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
 
-        Up to a quarter is left for the next step if the rows then fill whole tiles.
+        Up to a quarter is left for the next step if the rows then fill whole tiles, but never so much that a whole
+        image has no room: as long as as many sequences decode, it would have none in the next steps either.
         """
         left = max(0, self.max_num_batched_tokens - decoding)
         if not decoding:
             return left
         most = min(left, self.max_mixed_prefill_tokens)
         begun = (most + decoding) % self.row_tile
-        return most - begun if 4 * begun <= most else most
+        return most - begun if 4 * begun <= most and most - begun >= self.whole_tokens else most
 
     @classmethod
     def of(
@@ -118,7 +120,7 @@ class SchedulerLimits:
         *,
         on_cpu: bool,
         whole_prompts: bool = False,
-        whole_images: bool = False,
+        whole_tokens: int = 0,
         token_context: float = math.inf,
     ) -> SchedulerLimits:
         """Return the limits of `step` for one device. A step holds the longest whole prompt."""
@@ -132,7 +134,7 @@ class SchedulerLimits:
             mixed,
             tile,
             whole_prompts,
-            whole_images,
+            whole_tokens,
             token_context=token_context,
         )
 

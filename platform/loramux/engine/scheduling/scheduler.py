@@ -195,7 +195,7 @@ class Scheduler:
         priority_flow = self._admission.preempt_for_next()
         limits = state.limits
         builder = StepBuilder(
-            limits.max_num_batched_tokens, limits.max_num_seqs, limits.whole_prompts, limits.whole_images
+            limits.max_num_batched_tokens, limits.max_num_seqs, limits.whole_prompts, limits.whole_tokens > 0
         )
         if self.memory.caches_states:
             builder.page_tokens = state.budget.block_size

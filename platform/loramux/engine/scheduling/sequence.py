@@ -336,7 +336,7 @@ class StepBuilder:
     background: ClassCounter | None = None
     """The class whose prompts come last in this step."""
     background_left: int = 0
-    """Tokens that are left to the prompts of the background."""
+    """Part of `tokens_left` that the prompts of the background may take."""
     background_is_last: bool = False
     """True if the background's prompts come after all others, including prompts of requests that join in this step."""
     _kept: tuple[int, int] = (0, 0)
@@ -356,15 +356,15 @@ class StepBuilder:
 
     def room_for(self, sequence: Sequence) -> int:
         """Return the number of the sequence's next tokens for which the step has room."""
-        room = min(sequence.num_next, self.tokens_left)
+        room, left = min(sequence.num_next, self.tokens_left), self.tokens_left
         if self.whole_prompts:
             # A prompt of the background is begun if any of the background's tokens are left: it cannot be cut.
             return room if self.has_tokens_for(sequence) and not self.is_background_full(sequence) else 0
         if sequence.flow.group is self.background:
-            room = min(room, self.background_left)
+            left = min(left, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             room = min(room, self.scored_left)
-        room = min(room, self._room_after(sequence.num_computed))
+        room = min(room, self._room_after(sequence.num_computed, left))
         if self.whole_images:
             return sequence.without_cut(room, self.tokens_left)
         if room < sequence.num_next:
@@ -372,21 +372,18 @@ class StepBuilder:
             room -= beyond if beyond < room else 0
         return room
 
-    def _room_after(self, context: int) -> int:
-        """Return the number of tokens after `context` tokens for which the step has room; at least one if any is left.
-
-        It is the largest n with `_cost(context, n) <= tokens_left`.
-        """
-        if math.isinf(self.token_context) or not self.tokens_left:
-            return self.tokens_left
+    def _room_after(self, context: int, left: int) -> int:
+        """Return the largest n with `_cost(context, n) <= left`; at least one if anything is left."""
+        if math.isinf(self.token_context) or not left:
+            return left
         begin = self.token_context + context
-        return max(1, int(math.sqrt(begin * begin + 2.0 * self.token_context * self.tokens_left) - begin))
+        return max(1, int(math.sqrt(begin * begin + 2.0 * self.token_context * left) - begin))
 
     def _cost(self, context: int, length: int) -> int:
-        """Return the cost of `length` tokens after `context` tokens, in tokens without context. Each token reads the
-        context and the tokens between.
+        """Return the cost of `length` tokens after `context` tokens, in tokens without context, rounded up. Each token
+        reads the context and the tokens between.
         """
-        return int(length * (1.0 + (context + length / 2.0) / self.token_context))
+        return length + math.ceil(length * (context + length / 2.0) / self.token_context)
 
     def add_row(self, sequence: Sequence, position: int) -> None:
         """Add the one row of a `sequence` that has only its last token to compute, at `position`. The sequence already
@@ -399,7 +396,7 @@ class StepBuilder:
 
     def keep_for(self, deferred: list[Sequence]) -> None:
         """Keep rows and tokens of the background for `deferred`: sequences that join before them cannot take these."""
-        tokens = min(self.background_left, sum(sequence.num_next for sequence in deferred))
+        tokens = min(self.background_left, sum(self._cost(s.num_computed, s.num_next) for s in deferred))
         self._kept = len(deferred), tokens
         self.rows_left -= len(deferred)
         self.background_left -= tokens
@@ -419,10 +416,11 @@ class StepBuilder:
         start = sequence.num_computed
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(start)
         self.chunks[sequence] = Chunk(sequence, start, length, slot)
-        self.tokens_left = max(0, self.tokens_left - self._cost(start, length))
+        cost = self._cost(start, length)
+        self.tokens_left = max(0, self.tokens_left - cost)
         self.rows_left -= 1
         if sequence.flow.group is self.background:
-            self.background_left = max(0, self.background_left - length)
+            self.background_left = max(0, self.background_left - cost)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             first, last = sequence.to_score(start, start + length)
             self.scored_left = max(0, self.scored_left - (last - first))
