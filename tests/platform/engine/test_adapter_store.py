@@ -216,7 +216,7 @@ def test_weights_in_the_hosts_memory_are_given_to_the_tower_at_once_and_others_a
 
 
 def test_weights_for_the_tower_are_read_once_if_the_cache_keeps_pages_alone() -> None:
-    """As on a GPU, where the contents of pages are kept."""
+    """The contents of pages are kept, as on a GPU."""
     loaded: list[str] = []
 
     def load(ref: AdapterRef) -> AdapterWeights:

@@ -18,8 +18,8 @@ from preempting import preempting
 from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.runner import PackedStep
-from loramux.engine.execution.vision import StepImages
 from loramux.engine.execution.states import StateLayout, state_shape
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.policy import PageBudget
 from loramux.engine.scheduling.sequence import Sequence
