@@ -473,16 +473,14 @@ class AdapterBank:
         `fence` was taken after the steps that may still read the pages' old contents; None: all steps launched so far
         may read them. `slot` is rank 0's slot if this bank belongs to another rank, because only rank 0 assigns slots.
         """
-        is_own = slot is None
-        slot = self._take_slot() if slot is None else slot
+        slot = self._take_slot(slot)
         try:
             with self._beside_steps(fence, self._last_readers.pop(slot, None)):
                 adapter.copy_into(self.pool, self.page_elements, pages)
                 self._write_rows(slot, adapter, pages)
                 self._held[slot] = self._describe(adapter, pages)
         except BaseException:
-            if is_own:
-                self._return_slot(slot)
+            self._return_slot(slot)
             raise
         return slot
 
@@ -601,11 +599,15 @@ class AdapterBank:
         with self._lock:
             self._free_slots.append(slot)
 
-    def _take_slot(self) -> int:
+    def _take_slot(self, slot: int | None) -> int:
+        """Take `slot`, or any if it is None."""
         with self._lock:
             if not self._free_slots:
                 raise RuntimeError("every adapter slot is taken")
-            return self._free_slots.pop()
+            if slot is None:
+                return self._free_slots.pop()
+            self._free_slots.remove(slot)
+            return slot
 
 
 _layout_of = lru_cache(maxsize=128)(lay_out)

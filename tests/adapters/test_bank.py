@@ -118,6 +118,18 @@ def test_bank_dropped_slot_is_reused_clean() -> None:
     assert bank.table.ranks[again].tolist() == [0, 0, 3, 0]
 
 
+def test_bank_of_another_rank_has_each_slot_once() -> None:
+    """Rank 0 assigns the slots, and each drop gives one back."""
+    bank = bank_for(Attention())
+    weights = bank.prepare(random_adapter(bank, {"q_proj": 3}, 1))
+    for _ in range(20):
+        bank.drop(bank.install(weights, list(range(NUM_PAGES)), slot=5))
+    slots = [bank.install(weights, list(range(NUM_PAGES))) for _ in range(8)]
+    assert sorted(slots) == list(range(8))
+    with pytest.raises(RuntimeError, match="every adapter slot is taken"):
+        bank.install(weights, list(range(NUM_PAGES)))
+
+
 def test_bank_failed_install_gives_its_slot_back(monkeypatch) -> None:
     bank = bank_for(Attention())
     weights = random_adapter(bank, {"q_proj": 3}, 1)

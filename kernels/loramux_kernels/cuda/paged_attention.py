@@ -263,18 +263,18 @@ def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp
     return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
 
-def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_ahead: bool) -> int:
+def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_ahead: bool, has_softcap: bool) -> int:
     """Return Triton's number of pipeline stages.
 
     A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
     block is loaded while another is multiplied; three stages make one buffer. High tiles are limited by their products
     and have no free registers. A kernel for keys and values of different widths on sm_90 has none either. In FP8 all
-    but the highest tiles have room for two buffers, and none has if rows have separate ends.
+    but the highest tiles have room for two buffers, with a softcap for one, and with separate ends of rows for none.
     """
     if dtype == torch.float32:
         return 1
     if is_fp8:
-        return 1 if sees_ahead else 5 if rows <= 32 else 3
+        return 1 if sees_ahead else 5 if rows <= 32 and not has_softcap else 3
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
@@ -294,7 +294,8 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
     }
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == attend["BLOCK_VALUE"]
-    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, attend["row_ends"] is not None)
+    sees_ahead, has_softcap = attend["row_ends"] is not None, attend["softcap"] is not None
+    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, sees_ahead, has_softcap)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
     warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
     return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)

@@ -168,6 +168,25 @@ def test_weights_in_the_hosts_memory_are_given_to_the_tower_at_once_and_others_a
     store.close()
 
 
+def test_weights_for_the_tower_are_read_once_if_the_cache_keeps_pages_alone() -> None:
+    """As on a GPU, where the contents of pages are kept."""
+    loaded: list[str] = []
+
+    def load(ref: AdapterRef) -> AdapterWeights:
+        loaded.append(ref.digest)
+        return AdapterWeights(AdapterPlan((), 0), {"m": LoraWeights(factor, factor, 1.0)})
+
+    def pages_alone(weights: AdapterWeights) -> PreparedAdapter:
+        return PreparedAdapter(weights.plan, AdapterLayout((), 0, 0), {}, (factor,))
+
+    factor = torch.zeros(1, 5 * KIB // 4)
+    bank, source = cast(Any, SimpleNamespace(prepare=pages_alone)), cast(Any, SimpleNamespace(load=load))
+    store = DiskStore(bank, source, HostCache(100 * KIB, ManualClock(0.0)), 1)
+    assert store.read(AdapterRef("a", ""), lambda weights: weights.nbytes).result(20) == 10 * KIB
+    assert loaded == ["a"]
+    store.close()
+
+
 def test_load_that_never_ends_fails_its_own_requests_and_gives_back_its_pages() -> None:
     harness = Harness(num_pages=8, max_num_seqs=4, pace=(0.01, 0.0), max_loading=1, load_timeout=120.0)
     harness.submit("hung", 4, 2, adapter="b")

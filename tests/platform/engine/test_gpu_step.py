@@ -20,6 +20,7 @@ from loramux.engine.execution import device_sampler
 from loramux.engine.execution.assembly import allocate_pool, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
+    CaptureFailed,
     Recording,
     ReservedAttention,
     choose_recorder,
@@ -259,6 +260,19 @@ def test_recording_that_fails_is_replaced_by_a_call_and_the_others_are_graphs(ca
     assert [one.is_graph for one in recordings] == [False, True, False, False, True, True]
     assert caplog.text.count("recording failed") == 2
     assert caplog.text.count("OutOfMemoryError: no memory for graph 1") == 1
+
+
+def test_recording_over_ranks_falls_back_only_if_the_capture_fails() -> None:
+    """A rank that stops in the middle of a forward must end: the others wait in its sums."""
+    errors = [CaptureFailed("not permitted"), torch.OutOfMemoryError("no memory")]
+
+    def record(function, inputs):
+        raise errors.pop(0)
+
+    record_either = or_calls(record, over_ranks=True)
+    assert not record_either(lambda: None, None).is_graph
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        record_either(lambda: None, None)
 
 
 def test_engines_of_one_process_record_one_after_the_other() -> None:

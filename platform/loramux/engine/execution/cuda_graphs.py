@@ -121,6 +121,10 @@ class GraphRecorder(Protocol):
         """Record `function`, which reads `inputs` and writes its result to memory that outlives the call."""
 
 
+class CaptureFailed(RuntimeError):
+    """A function ran, and could not be captured."""
+
+
 class CudaGraphs:
     """Records CUDA graphs that share one memory pool."""
 
@@ -136,13 +140,13 @@ class CudaGraphs:
 
     def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
         """Record `function`, after one run outside the graph, which makes what is made on first use: kernels, tables,
-        workspaces."""
+        workspaces. Raises CaptureFailed if the function ran and the capture failed."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._warm_up.wait_stream(current)
+        with torch.cuda.stream(self._warm_up):
+            function()
+        current.wait_stream(self._warm_up)
         try:
-            with torch.cuda.stream(self._warm_up):
-                function()
-            current.wait_stream(self._warm_up)
             # `graph` leaves its own stream current if the capture's end fails; the outer context restores `current`. By
             # thread: CUDA calls of the process's other threads (loads, another engine's steps) are allowed.
             with (
@@ -150,10 +154,10 @@ class CudaGraphs:
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local", **self._options),
             ):
                 function()
-        except RuntimeError:
+        except RuntimeError as error:
             # The allocator may still count the failed capture as one that fills the pool, and would refuse the next.
             self._pool = torch.cuda.graph_pool_handle()
-            raise
+            raise CaptureFailed(str(error)) from error
         return Recording(graph.replay, inputs, is_graph=True)
 
 
@@ -162,29 +166,32 @@ def record_calls(function: Callable[[], object], inputs: object) -> Recording:
     return Recording(function, inputs)
 
 
-def choose_recorder(function: Callable[[], object], device: torch.device) -> GraphRecorder:
+def choose_recorder(function: Callable[[], object], device: torch.device, *, over_ranks: bool = False) -> GraphRecorder:
     """Return the recorder for functions like `function` on `device`. If it syncs, which a graph cannot hold, this
-    records calls."""
+    records calls. `over_ranks`: functions have sums over ranks."""
     syncs = host_syncs_of(function)
     if syncs:
         logger.warning("steps run without CUDA graphs: the model waits for the device in %s", sorted(syncs))
-    return or_calls(CudaGraphs(device)) if device.type == "cuda" and not syncs else record_calls
+    return or_calls(CudaGraphs(device), over_ranks=over_ranks) if device.type == "cuda" and not syncs else record_calls
 
 
-def or_calls(record: GraphRecorder) -> GraphRecorder:
+def or_calls(record: GraphRecorder, *, over_ranks: bool = False) -> GraphRecorder:
     """Return a recorder that uses `record`, one function at a time in this process, and calls for functions for which
     it fails.
 
-    A function that fails says nothing about the next one: a smaller bucket fits into memory that was too little.
+    A function that fails says nothing about the next one: a smaller bucket fits into memory that was too little. Over
+    ranks, a function that does not run on one rank leaves the others in the middle of its sums, so its error is raised;
+    a capture that fails has begun none.
     """
+    failures = CaptureFailed if over_ranks else RuntimeError
     reasons: set[str] = set()
 
     def record_either(function: Callable[[], object], inputs: object) -> Recording:
         try:
             with RECORDING:
                 return record(function, inputs)
-        except RuntimeError as error:  # torch's out-of-memory error is one
-            reason = type(error).__name__  # messages differ in their numbers of bytes
+        except failures as error:  # torch's out-of-memory error is a RuntimeError
+            reason = type(error.__cause__ or error).__name__  # messages differ in their numbers of bytes
             if reason not in reasons:
                 logger.warning("a step runs without a CUDA graph, slower: recording failed: %s: %s", reason, error)
             reasons.add(reason)

@@ -154,7 +154,7 @@ class GpuRunner:
         sampler.send_parameters_with(buffers.memory, limits.most_sampled)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
-        record = choose_recorder(lambda: forward(inputs, None), device)
+        record = choose_recorder(lambda: forward(inputs, None), device, over_ranks=forward.ranks is not None)
         shapes = attention_shapes(inputs.batch)
         if buffers.sees_ahead:
             ahead = buffers.padded(1, with_ends=True)

@@ -370,9 +370,14 @@ class DiskStore:
 
     @torch.inference_mode()
     def _weights(self, ref: AdapterRef) -> AdapterWeights:
-        source = self._prepared(ref).source
+        kept = self._host.get(ref.digest)
+        if kept is not None and isinstance(kept.source, AdapterWeights):
+            return kept.source
         # For a GPU the cache keeps the contents of pages. These lack the weights that no step reads.
-        return source if isinstance(source, AdapterWeights) else self._source.load(ref)
+        weights = self._source.load(ref)
+        if kept is None:
+            self._host.put(ref.digest, self._bank.prepare(weights))
+        return weights
 
     @torch.inference_mode()
     def _prepared(self, ref: AdapterRef) -> PreparedAdapter:
