@@ -9,6 +9,7 @@ each call as separate objects.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
@@ -22,6 +23,7 @@ from msgspec import UNSET, UnsetType
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
+from loramux.data.entities import ServiceTier
 from loramux.serving.calls import CallDelta
 from loramux.serving.errors import deadline_exceeded
 from loramux.serving.messages import (
@@ -224,8 +226,8 @@ async def run_while_connected(request: AnyRequest, work: Awaitable[T], deadline_
         await asyncio.wait({working, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        if deadline_ms is not None and not leaving.done():
-            raise deadline_exceeded(deadline_ms)
+        if not leaving.done():
+            raise deadline_exceeded()
         raise ClientDisconnected
     finally:
         working.cancel()
@@ -370,6 +372,15 @@ class Inference:
     completions: CompletionService
     deadline_ms: int | None
     idempotency_key: str | None
+    began: float = field(default_factory=time.monotonic)
+    """Time from which the deadline counts: the body has been read."""
+
+    def remaining_ms(self, service_tier: ServiceTier) -> int | None:
+        """Return the milliseconds that are left to the request's deadline, or to that of its class; None without a
+        deadline. Raises NotAllowed.
+        """
+        deadline_ms = self.deadline_ms or self.completions.class_deadline_ms(self.principal, service_tier)
+        return None if deadline_ms is None else max(0, deadline_ms - round(1000 * (time.monotonic() - self.began)))
 
     async def answer(
         self, asked: GenerationRequest, writer: Callable[[Answer], Writer], *, stream: bool
@@ -377,11 +388,12 @@ class Inference:
         """Return the response to `asked`, in the shape of `writer`. Raises the errors of CompletionService.begin."""
         claim = await claim_of(self.request, self.idempotency_key)
         drop_body(self.request.scope)
-        asked = replace(asked, deadline_ms=self.deadline_ms, claim=claim)
+        deadline_ms = self.remaining_ms(asked.service_tier)
+        asked = replace(asked, deadline_ms=deadline_ms, claim=claim)
         # Work before the admission has no row yet, so it ends with its client even if its answer would be kept.
         beginning = self.completions.begin(self.principal, asked)
         del asked  # its images are kept as patches once it has begun
-        answer = await run_while_connected(self.request, beginning, self.deadline_ms)
+        answer = await run_while_connected(self.request, beginning, deadline_ms)
         return await respond(self.request, answer, writer(answer), stream=stream)
 
 

@@ -7,14 +7,21 @@ import http.client
 import json
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import httpx
+import msgspec
 import pytest
-from site_fixture import PATIENCE, Site
+from running_server import running
+from scripted_engine import ScriptedEngine
+from site_fixture import PATIENCE, Site, make_keys, make_settings
 
+from loramux.common.settings.serving import ClassDeadlines, SchedulerSettings
 from loramux.engine.messages import EngineFault
 from loramux.serving.bases import RequestReader
+from loramux_api.app import create_app
 
 TEXT = {"model": "tiny", "prompt": "hi"}
 BODIES = {
@@ -84,10 +91,24 @@ def test_deadline_ends_the_wait_for_the_admission(site: Site, stuck: Stuck, path
     assert answer.status_code == 429
     error = answer.json()["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "over_capacity_error")
-    assert "100 ms" in error["message"]
+    assert error["message"] == (
+        "The request's deadline passed while its prompt was read or it waited for its admission, and nothing of it was "
+        "run. Retry later, or allow more time."
+    )
     assert answer.headers["retry-after"] == "1"
     assert stuck.ended.wait(PATIENCE)
     assert not site.engine.requests
+
+
+def test_deadline_of_a_class_ends_the_wait_for_the_admission(stuck: Stuck, base_dir: Path, tmp_path: Path) -> None:
+    scheduler = SchedulerSettings(deadlines_ms=ClassDeadlines(standard=100))
+    settings = msgspec.structs.replace(make_settings(base_dir, tmp_path), scheduler=scheduler)
+    key = make_keys(settings)["acme"]
+    with running(create_app(settings, cast(Any, ScriptedEngine())), "granian") as server:
+        sent = {"url": f"{server.url}/v1/completions", "json": TEXT, "timeout": PATIENCE}
+        answer = httpx.post(**sent, headers={"authorization": f"Bearer {key}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "deadline_exceeded")
+    assert stuck.ended.wait(PATIENCE)
 
 
 def test_disconnect_ends_the_wait_for_the_admission(site: Site, stuck: Stuck) -> None:

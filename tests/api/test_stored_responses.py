@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -17,7 +21,9 @@ from chat_site import chat_site, prompts, say
 from listening import until_true
 from live_folders import files_under
 from scripted_engine import EOS
-from site_fixture import Site
+from site_fixture import PATIENCE, Site
+
+from loramux.serving.stored_responses import ResponseStore
 
 CALL = '<think>hm</think>Look: <tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
 TOOLS = [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}]
@@ -68,6 +74,63 @@ def test_next_turn_has_the_stored_conversation_before_its_input(chats: Site, str
     say(chats, "three")
     ask(chats, previous_response_id=second.id, input=[{"role": "user", "content": "again"}])
     assert prompts(chats) == ["user: helloassistant: oneuser: moreassistant: twouser: againassistant:"]
+
+
+def test_deadline_ends_the_wait_for_the_history(chats: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(chats, "one")
+    body = {"model": "tiny", "input": "more", "previous_response_id": create(chats).id}
+    chats.engine.requests.clear()
+    ended = threading.Event()
+
+    async def stuck(*_: object) -> None:
+        try:
+            await asyncio.sleep(PATIENCE)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(ResponseStore, "history", stuck)
+    with chats.http() as client:
+        answer = client.post("/v1/responses", json=body, headers={"x-loramux-deadline-ms": "100"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "deadline_exceeded")
+    assert ended.wait(PATIENCE)
+    assert not chats.engine.requests
+
+
+def test_deadline_counts_the_wait_for_the_history(chats: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(chats, "one")
+    previous, history = create(chats).id, ResponseStore.history
+    chats.engine.requests.clear()
+
+    async def slow(*asked: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await history(*asked)
+
+    monkeypatch.setattr(ResponseStore, "history", slow)
+    create(chats, previous_response_id=previous, extra_headers={"x-loramux-deadline-ms": "60000"})
+    (request,) = chats.engine.requests
+    assert request.deadline_ms is not None
+    assert 0 < request.deadline_ms <= 59_850
+
+
+def test_disconnect_ends_the_wait_for_the_history(chats: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(chats, "one")
+    body = {"model": "tiny", "input": "more", "previous_response_id": create(chats).id}
+    began, ended = threading.Event(), threading.Event()
+
+    async def stuck(*_: object) -> None:
+        began.set()
+        try:
+            await asyncio.sleep(PATIENCE)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(ResponseStore, "history", stuck)
+    connection = http.client.HTTPConnection(urlsplit(chats.url).netloc)
+    headers = {"authorization": f"Bearer {chats.keys['acme']}", "content-type": "application/json"}
+    connection.request("POST", "/v1/responses", json.dumps(body), headers)
+    assert began.wait(PATIENCE)
+    connection.close()
+    assert ended.wait(PATIENCE / 2), "long before the wait itself ends"
 
 
 def test_conversation_can_be_continued_twice_from_one_response(chats: Site) -> None:

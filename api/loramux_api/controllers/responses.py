@@ -25,7 +25,15 @@ from loramux.common.units import TokenCounts
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux.serving.stored_responses import ResponseStore, ResponseText
-from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
+from loramux_api.answering import (
+    AnswerPart,
+    AnswerParts,
+    Inference,
+    PartChange,
+    Writer,
+    named_frame,
+    run_while_connected,
+)
 from loramux_api.auth import platform_of, requires
 from loramux_api.bodies import HELD_BODY, InferenceRequest, hold_more, hold_to_the_end, inference_body_bytes
 from loramux_api.openapi import ApiController, ResponseSpec
@@ -68,6 +76,7 @@ from loramux_api.schemas.responses import (
     to_request,
     toolbox,
 )
+from loramux_api.schemas.sampling import chosen_tier
 from loramux_api.schemas.stored_responses import (
     ResponseDeleted,
     WrittenItems,
@@ -110,7 +119,9 @@ class ResponseController(ApiController):
                 if responses.stores(inference.principal, data.store):
                     hold_to_the_end(inference.request.scope)
                     keep = partial(_keep, responses, inference.principal, data)
-                history = await _history(responses, inference, data, memory)
+                remaining_ms = inference.remaining_ms(chosen_tier(data.service_tier))
+                reading = _history(responses, inference, data, memory)
+                history = await run_while_connected(inference.request, reading, remaining_ms)
                 asked = to_request(data, history)
             else:
                 asked = stateless_request(data)

@@ -21,7 +21,7 @@ from loramux_api.bodies import MAX_STRINGS, InferenceBody, Unsupported
 from loramux_api.schemas.bounds import ModelName, Tags, Text
 from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.conversation import renamed_fields
-from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
+from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, chosen_tier, read_prompts
 
 MAX_INPUTS = 2048
 """Maximum number of texts of a request; this is OpenAI's limit."""
@@ -75,7 +75,7 @@ class PooledBody(InferenceBody, kw_only=True):
             truncation=None if cut is None else Truncation(None if cut < 0 else cut, keeps_end=left),
             user=self.user or None,
             tags=canonical_tags(self.metadata),
-            service_tier="default" if self.service_tier is None or self.service_tier == "auto" else self.service_tier,
+            service_tier=chosen_tier(self.service_tier),
         )
 
 

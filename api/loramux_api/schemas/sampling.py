@@ -172,6 +172,9 @@ def taking_numbers(*, without: Collection[str] = ()) -> Callable[[type[T]], type
     return with_numbers([name for name in KINDS if name not in without], lambda parameter: parameter.range)
 
 
+AskedTier = Literal["auto", "default", "flex", "priority"]
+
+
 @taking_numbers()
 class SamplingBody(InferenceBody, kw_only=True):
     """Sampling and the end of generation; null means the same as absent."""
@@ -222,7 +225,7 @@ class SamplingBody(InferenceBody, kw_only=True):
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
     """The caller's name for its end user. If an alias has several revisions, one user always gets the same revision."""
 
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: AskedTier | None = None
     """Urgency and price of the request; auto is the same as default. The answer is 403 if your plan does not include
     the tier.
     """
@@ -271,7 +274,7 @@ class SamplingBody(InferenceBody, kw_only=True):
     @property
     def chosen_tier(self) -> ServiceTier:
         """Service tier of the request."""
-        return "default" if self.service_tier is None or self.service_tier == "auto" else self.service_tier
+        return chosen_tier(self.service_tier)
 
     @property
     def include_usage(self) -> bool:
@@ -290,6 +293,11 @@ class SamplingBody(InferenceBody, kw_only=True):
             return None
         most = None if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
         return Truncation(most, keeps_end=self.truncation_side != "right")
+
+
+def chosen_tier(service_tier: AskedTier | None) -> ServiceTier:
+    """Return the service tier that a request's `service_tier` means."""
+    return "default" if service_tier is None or service_tier == "auto" else service_tier
 
 
 def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | None = None) -> SamplingParams:

@@ -445,8 +445,11 @@ class EngineGroup:
         if run.choices.has_started:  # another choice has got a token since
             self._limit_wait(run)
         else:
-            message = f"no engine has served within the request's deadline of {run.request.deadline_ms} ms"
-            self._end(run, EngineFault(ENGINE_DIED, message))
+            message = (
+                "The request's deadline passed while it waited for an engine, and nothing of it was delivered. Retry "
+                "later, or allow more time."
+            )
+            self._end(run, EngineFault("deadline_exceeded", message, retry_after=1))
 
     def _end_wait(self, run: Run) -> None:
         if run.is_suspect and (self._ready or self._silence < self._range.max_wait_s):

@@ -209,7 +209,12 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         images = ImageReader(settings.images)
         stack.push_async_callback(images.close)
         completions = CompletionService(
-            bases=lifecycle.serving, resolver=registry.resolver, usage=usage, renderer=renderer, images=images
+            bases=lifecycle.serving,
+            resolver=registry.resolver,
+            usage=usage,
+            renderer=renderer,
+            images=images,
+            deadlines=settings.scheduler.deadlines_ms,
         )
         responses = ResponseStore(database, tenants.pepper, settings.privacy)
         lifecycle.drain_with(completions.drain_base)

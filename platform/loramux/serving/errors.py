@@ -161,11 +161,11 @@ class OverCapacity(Unavailable):
         self.retry_after = fault.retry_after or 1
 
 
-def deadline_exceeded(deadline_ms: int) -> OverCapacity:
+def deadline_exceeded() -> OverCapacity:
     """Return the error of a request whose deadline has passed before it was admitted."""
     message = (
-        f"The request's deadline of {deadline_ms} ms passed while its prompt was read or it waited for its admission, "
-        f"and nothing of it was run. Retry later, or allow more time."
+        "The request's deadline passed while its prompt was read or it waited for its admission, and nothing of it was "
+        "run. Retry later, or allow more time."
     )
     return OverCapacity(EngineFault("deadline_exceeded", message, retry_after=1))
 

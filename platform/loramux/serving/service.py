@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,9 @@ from loramux.catalog.registry.resolver import ModelResolver, ResolvedModel
 from loramux.catalog.validation.rendering import TemplateRenderer
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.settings.serving import ClassDeadlines
 from loramux.common.units import TokenCounts
+from loramux.data.entities import ServiceTier
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, charged_tier, service_tier
 from loramux.engine.messages import (
@@ -89,8 +91,11 @@ class CompletionService:
         usage: UsageService,
         renderer: TemplateRenderer | None = None,
         images: ImageReader | None = None,
+        deadlines: ClassDeadlines | None = None,
     ) -> None:
-        """`bases` may change while the service runs."""
+        """`bases` may change while the service runs. `deadlines` are those of requests without a deadline; None: they
+        have none.
+        """
         self.bases = bases
         self.counters = CompletionCounters()
         self.draining = False
@@ -99,6 +104,7 @@ class CompletionService:
         self._usage = usage
         self._formats = Formats(renderer or TemplateRenderer())
         self._images = images
+        self._deadlines = deadlines or ClassDeadlines()
         self._reader = RequestReader(bases, resolver, self._formats, images)
         self._running: set[Generation] = set()
         self._opening: Counter[str] = Counter()
@@ -107,7 +113,6 @@ class CompletionService:
         """
         self._idle = asyncio.Event()
         """Set whenever a request ends and no other runs."""
-        self._unsettled: deque[Settlement] = deque()
         self._begun_observers: list[Callable[[Generation], None]] = []
         self._ended_observers: list[Callable[[Generation], None]] = []
         self._refused_observers: list[Callable[[OpenedRequest], None]] = []
@@ -135,7 +140,12 @@ class CompletionService:
     @property
     def unsettled(self) -> int:
         """Number of requests whose end the database has not accepted yet."""
-        return len(self._unsettled)
+        return len(self._usage.unsettled)
+
+    def class_deadline_ms(self, principal: Principal, service_tier: ServiceTier) -> int | None:
+        """Return the deadline of the caller's requests that have no deadline themselves. Raises NotAllowed."""
+        deadline_ms: int | None = getattr(self._deadlines, service_class_of(principal, service_tier))
+        return deadline_ms
 
     def others_waiting(self) -> bool:
         """Return whether any request other than lines of batches and shadows waits for its first token."""
@@ -228,7 +238,7 @@ class CompletionService:
             outcome = await self._usage.open(opened)
         except LoramuxError as error:
             if isinstance(error, RecordsUnavailable):  # the row may have been committed
-                self._unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
+                self._usage.unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
             is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
             self.counters.requests["refused" if is_refused else "failed"] += 1
             for observer in self._refused_observers if is_refused else ():
@@ -260,7 +270,7 @@ class CompletionService:
         gaps = self.counters.token_gaps.setdefault((generation.base_model, generation.service_tier), Histogram(SECONDS))
         gaps.add(generation.token_gaps)
         if generation.unsettled is not None:
-            self._unsettled.append(generation.unsettled)
+            self._usage.unsettled.append(generation.unsettled)
         for observer in self._ended_observers:
             observer(generation)
         self._note_idle()
@@ -393,12 +403,12 @@ class CompletionService:
         """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if the database still
         does not accept them.
         """
-        while self._unsettled:
-            settlement = self._unsettled.popleft()
+        while self._usage.unsettled:
+            settlement = self._usage.unsettled.popleft()
             try:
                 await self._usage.settle(settlement)
             except RecordsUnavailable:
-                self._unsettled.appendleft(settlement)
+                self._usage.unsettled.appendleft(settlement)
                 raise
             except UnknownRequest:  # the request's opening was not committed either
                 continue

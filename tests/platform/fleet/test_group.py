@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -574,7 +575,10 @@ def test_new_request_waits_for_an_engine_that_comes_back_and_no_longer_than_its_
         await fleet.until(lambda: not fleet.group.alive)
         fleet.submit("patient")
         fleet.submit("hasty", deadline_ms=1)
-        assert (await fleet.end_of("hasty")).finish_reason == "error"
+        hasty = (await fleet.end_of("hasty")).fault
+        assert hasty is not None
+        assert (hasty.code, hasty.retry_after) == ("deadline_exceeded", 1)
+        assert not re.search(r"\d", hasty.message), "it would be what the earlier waits have left of the deadline"
         assert (await fleet.end_of("patient")).finish_reason == "length"
 
     in_fleet(test, ScriptedEngine)

@@ -19,6 +19,7 @@ from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.ledger import LedgerRow
 from loramux.engine.client import ENGINE_DIED, EngineDied, OnEvent
 from loramux.engine.messages import EngineCount, EngineFault, Request, TokenEvent
+from loramux.money.usage import group_commit
 from loramux.serving import generation as generations
 from loramux.serving.errors import Draining
 from loramux.serving.generation import Generation
@@ -302,6 +303,42 @@ def test_request_that_the_database_does_not_settle_is_settled_later_unbilled(tmp
         made.usage.settle = settle
         await made.service.settle_late()
         assert await ledger(made) == [("failed", (0, 0))]
+
+    in_harness(test, tmp_path)
+
+
+def test_abandoned_request_whose_opening_lost_its_reply_is_settled_after_the_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "PAUSES", ())
+
+    async def test(made: Harness) -> None:
+        claim, writer = IdempotencyClaim("key", "digest"), made.usage._writer
+        commit, committed, is_abandoned = writer._commit, asyncio.Event(), asyncio.Event()
+
+        async def lose_replies(operations: Any) -> Any:
+            if not committed.is_set():
+                await commit(operations)
+                committed.set()
+                await is_abandoned.wait()
+            raise RecordsUnavailable("the database does not answer")
+
+        writer._commit = lose_replies
+        beginning = asyncio.create_task(begin(made, ManualEngine(), claim=claim))
+        await committed.wait()
+        beginning.cancel()
+        await asyncio.wait({beginning})
+        is_abandoned.set()
+        async with asyncio.timeout(30):
+            while not made.service.unsettled:  # noqa: ASYNC110  the service has no event for this
+                await asyncio.sleep(0.001)
+        with pytest.raises(RecordsUnavailable):
+            await made.service.settle_late()
+        writer._commit = commit
+        await made.service.settle_late()
+        assert (made.service.unsettled, await ledger(made)) == (0, [("cancelled", (0, 0))])
+        again = await begin(made, ManualEngine(), claim=claim)  # else StillRunning
+        again.abort(Draining())
 
     in_harness(test, tmp_path)
 

@@ -20,7 +20,7 @@ from itertools import accumulate
 from loramux.engine.messages import EngineFault, Request
 from loramux.engine.scheduling.admission import CapacityPolicy
 from loramux.engine.scheduling.estimates import QueuedWork
-from loramux.engine.scheduling.sequence import RequestGroup, Sequence
+from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.scheduling.state import SchedulerState
 
 
@@ -47,7 +47,6 @@ class Deadlines:
             return group.refusal  # decided with the first of the group
         if (deadline := state.policy.deadline_ms(sequence.request)) is None:
             return None
-        group.deadline_ms = deadline
         sequence.predicted_ttft_s = self.predict_ttft(sequence)
         wait = 1000.0 * sequence.predicted_ttft_s * sequence.flow.wait_bias.factor
         if wait <= deadline:
@@ -56,8 +55,8 @@ class Deadlines:
             return None
         group.refusal = EngineFault(
             "engine_overloaded",
-            f"The server is over capacity: the first token is expected in {wait:.0f} ms and the request's deadline is "
-            f"{deadline} ms. Retry later, or allow more time.",
+            f"The server is over capacity: the first token is expected in {wait:.0f} ms, that is {wait - deadline:.0f} "
+            f"ms after the request's deadline. Retry later, or allow more time.",
             retry_after=max(1, math.ceil((wait - deadline) / 1000.0)),
         )
         state.close_group(group)
@@ -71,8 +70,7 @@ class Deadlines:
         if request.group_started or group.is_started:
             return None
         if group.refusal is None:
-            group.deadline_ms = request.deadline_ms
-            group.refusal = _deadline_exceeded(group)
+            group.refusal = _deadline_exceeded()
             if group.waiting:  # these are ended by the next plan
                 group.start_by = -math.inf
                 self._state.deadlines.put(group)
@@ -93,7 +91,7 @@ class Deadlines:
             if group.start_by > now:
                 break
             self._state.deadlines.drop(group)
-            group.refusal = fault = _deadline_exceeded(group)
+            group.refusal = fault = _deadline_exceeded()
             for sequence in sorted(group.waiting, key=lambda sequence: sequence.id):
                 self._learn(sequence, now)
                 expired.append((sequence, fault))
@@ -156,11 +154,10 @@ class Deadlines:
             sequence.flow.wait_bias.add(now - sequence.arrival, sequence.predicted_ttft_s)
 
 
-def _deadline_exceeded(group: RequestGroup) -> EngineFault:
+def _deadline_exceeded() -> EngineFault:
     return EngineFault(
         "deadline_exceeded",
-        f"The request's deadline of {group.deadline_ms} ms passed while it waited, and nothing of it was run. Retry "
-        f"later, or allow more time.",
+        "The request's deadline passed while it waited, and nothing of it was run. Retry later, or allow more time.",
         retry_after=1,
     )
 

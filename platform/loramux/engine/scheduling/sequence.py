@@ -47,7 +47,6 @@ class RequestGroup:
     """True if the group may have more than one member."""
     start_by: float | None = None
     """Time by which the first choice must have begun, by the scheduler's clock; None without a deadline."""
-    deadline_ms: int | None = None
     is_started: bool = False
     refusal: EngineFault | None = None
     """The fault with which all choices are refused; None if they are not refused."""

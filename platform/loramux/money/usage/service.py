@@ -7,7 +7,9 @@ day.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -18,6 +20,7 @@ from loramux.common.units import DAY, SECOND
 from loramux.data.entities import AnsweredRequest, IdempotencyClaim, ServedRequest
 from loramux.data.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
 from loramux.data.records.database import Database
+from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.leases import server_liveness
 from loramux.data.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.data.records.requests import BACKGROUND, ClaimRepository, OpenedRequest, RequestRepository, service_tier
@@ -73,6 +76,8 @@ class UsageService:
         )
         self._writer: GroupCommit[UsageOperation, SettlementOutcome] = GroupCommit(self._operations.commit)
         self._life = AsyncExitStack()
+        self.unsettled: deque[Settlement] = deque()
+        """Settlements that the database did not accept. `CompletionService.settle_late` submits them again."""
         self.drift_tokens = 0
         """Difference in tokens between this server's settlements and its engines' counts."""
 
@@ -99,7 +104,8 @@ class UsageService:
         """Admit the request and write its row, durably, before the engine sees it.
 
         Returns StoredAnswer if the idempotency key was answered before; then no row is opened. If the caller is
-        cancelled while it waits, the request is settled without usage, so no open row remains. Raises the errors of
+        cancelled while it waits, the request is settled without usage, so no open row remains; if the database does not
+        accept this settlement, it is added to `unsettled`. Raises the errors of
         `AdmissionBatch.admit`, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
         """
         try:
@@ -125,8 +131,16 @@ class UsageService:
 
     def _abandon(self, request: OpenedRequest) -> None:
         with suppress(UsageClosed):  # then the sweep at the next start closes the request
-            end = self._writer.post(unused(request.id, "caller"), patient=_is_patient(request))
-            end.add_done_callback(_retrieve_exception)
+            settlement = unused(request.id, "caller")
+            end = self._writer.post(settlement, patient=_is_patient(request))
+            end.add_done_callback(partial(self._note_abandoned, settlement))
+
+    def _note_abandoned(self, settlement: Settlement, end: asyncio.Future[SettlementOutcome]) -> None:
+        """Keep the settlement if the database did not accept it. No task awaits `end`, so its exception is read here:
+        else asyncio would log it.
+        """
+        if not end.cancelled() and isinstance(end.exception(), RecordsUnavailable):
+            self.unsettled.append(settlement)
 
     async def sweep(self) -> int:
         """Close the requests that dead servers left open, as interrupted and free of charge; return their number.
@@ -225,12 +239,6 @@ class UsageService:
 
 def _is_patient(request: OpenedRequest) -> bool:
     return service_tier(request.tier) in BACKGROUND
-
-
-def _retrieve_exception(outcome: asyncio.Future[SettlementOutcome]) -> None:
-    """Mark the exception as retrieved, because no task awaits this future and asyncio would log the exception."""
-    if not outcome.cancelled():
-        outcome.exception()
 
 
 class StorageMeter:

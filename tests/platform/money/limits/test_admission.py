@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
 
 import pytest
@@ -15,13 +15,15 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
 from loramux.common.units import SECOND, TokenCounts
 from loramux.data.records.database import Database
+from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.limits import AlertRow, BudgetHoldRow, CounterRow, HoldRow
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.limits.errors import BudgetSpent, LimitsError, RateReached, RequestTooLarge, TooManyRunning
 from loramux.money.limits.limits import Limits
+from loramux.money.usage import group_commit
 from loramux.money.usage.service import UsageService
-from loramux.money.usage.settlement import Settlement
+from loramux.money.usage.settlement import Settlement, SettlementOutcome, UsageOperation
 
 pytestmark = pytest.mark.anyio
 
@@ -252,6 +254,37 @@ async def test_cancelled_admission_holds_nothing(limits: Limits, caller: Caller,
     await caller.settle(staying.result()[0])
     assert await held(database) == [0, 0]
     assert len((await caller.try_many(6))[0]) == 5
+
+
+async def test_admission_cancelled_during_an_outage_is_kept_and_gives_back_what_it_held(
+    limits: Limits, caller: Caller, database: Database, usage: UsageService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "PAUSES", ())
+    tenant, commit = caller.principal.tenant, usage._writer._commit
+    await limits.put(tenant, tenant, "concurrent_requests", 5)
+    await limits.put_budget(tenant, tenant, "day", 1000)
+    committed, is_abandoned = asyncio.Event(), asyncio.Event()
+
+    async def lose_replies(operations: Sequence[UsageOperation]) -> Sequence[SettlementOutcome | Exception]:
+        if not committed.is_set():
+            await commit(operations)
+            committed.set()
+            await is_abandoned.wait()
+        raise RecordsUnavailable("the database does not answer")
+
+    usage._writer._commit = lose_replies
+    leaving = asyncio.create_task(caller.open())
+    await committed.wait()
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    is_abandoned.set()
+    async with asyncio.timeout(30):
+        while not usage.unsettled:  # noqa: ASYNC110  the service has no event for this
+            await asyncio.sleep(0.001)
+    assert await held(database) == [1, 1]
+    usage._writer._commit = commit
+    await usage.settle(usage.unsettled.popleft())
+    assert ((await limits.budgets(tenant))[0].held, await held(database)) == (0, [0, 0])
 
 
 async def test_hold_of_a_second_attempt_is_given_back(limits: Limits, caller: Caller, database: Database) -> None:
