@@ -76,9 +76,6 @@ class Outcome:
 
     call: Call
     request_id: str | None = None
-    asked_at: float | None = None
-    """The time from which its deadline counts."""
-    ended_at: float | None = None
     error: str | None = None
     left: bool = False
     left_unanswered: bool = False
@@ -100,14 +97,6 @@ class Outcome:
         choices = range(self.call.prompts * self.call.n)
         answered = (index for index in choices if self.token_ids.get(index) or self.finish.get(index) != "abort")
         return len({index // self.call.n for index in answered})
-
-    @property
-    def is_past_deadline(self) -> bool:
-        """Return whether it waited for an engine, without a token, until its deadline: 503, not a lost request."""
-        deadline, began, ended = self.call.deadline_ms, self.asked_at, self.ended_at
-        if deadline is None or began is None or ended is None or self.received:
-            return False
-        return 1000 * (ended - began) >= deadline - 1
 
 
 class SimulatedChannel:
@@ -357,13 +346,11 @@ class World:
             if not self.plan.database_outages:
                 raise Violation(f"ended with {type(error).__name__}: {error}; {call}") from error
             outcome.error = type(error).__name__
-        outcome.ended_at = current_loop().time()
-        self.trace.append(f"{outcome.ended_at:.6f} {outcome.request_id} {outcome.error} {outcome.token_ids}")
+        self.trace.append(f"{current_loop().time():.6f} {outcome.request_id} {outcome.error} {outcome.token_ids}")
 
     async def _ask(self, outcome: Outcome) -> None:
         call = outcome.call
         principal = self.template.principals[call.tenant]
-        outcome.asked_at = current_loop().time()
         generation = await self.service.begin(principal, self._request(call, self._model_of(call)))
         outcome.generation, outcome.request_id = generation, generation.id
         outcome.replayed = generation.replayed
@@ -489,7 +476,7 @@ class World:
 
     def _check_bill(self, outcome: Outcome, entry: Any) -> None:
         is_survivable = len(self.plan.engine_deaths) < 2 and not self.plan.start_failures
-        if outcome.error == "engine_unavailable" and is_survivable and not outcome.is_past_deadline:
+        if outcome.error == "engine_unavailable" and is_survivable:
             raise Violation(f"{outcome.request_id} did not survive the death of one engine")
         if entry is None:
             if not self.plan.database_outages:
