@@ -482,7 +482,7 @@ def test_deadlines_end_requests_that_wait_for_an_inspection_or_an_image_as_they_
     harness.adapters.step()
     assert failed[0][1] == harness.adapters.faults["text"]
     assert failed[0][1].code == "deadline_exceeded"
-    assert "4000 ms" in late[0][1].message
+    assert late[0][1] == failed[0][1]
     assert harness.counters.missed_deadlines == 3
     assert harness.rows.next_deadline == math.inf
     harness.inspect(OFF_THE_TOWER)
