@@ -219,12 +219,7 @@ def pack(
     pages = block_table[owners, positions // block_size].astype(np.int64)
     firsts = cu_seqlens.tolist()
     rotary = _rotary_positions(chunks, firsts, positions) if effects.has_places else None
-    images = tuple(
-        rows
-        for first, chunk in zip(firsts, chunks, strict=False)
-        if chunk.sequence.request.images
-        for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
-    )
+    images = tuple(_rows_of_images(chunks, firsts))
     sampled: list[int] = []
     scored = ScoredRows()
     for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
@@ -263,6 +258,13 @@ def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Int
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
     return rotary
+
+
+def _rows_of_images(chunks: Sequence[Chunk], firsts: list[int]) -> Iterator[RowsOfImage]:
+    """Yield the rows of images in chunks with these first rows."""
+    for first, chunk in zip(firsts, chunks, strict=False):
+        if chunk.sequence.request.images:
+            yield from rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
 
 
 def _activations(chunks: Sequence[Chunk], changes_latents: Callable[[int], bool]) -> Ints | None:
