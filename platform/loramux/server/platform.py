@@ -214,7 +214,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         chores = (
             (RECONCILE_SECONDS, lifecycle.reconcile),
-            (SETTLE_SECONDS, completions.settle_late),
+            (SETTLE_SECONDS, usage.settle_late),
             (STORAGE_SECONDS, usage.accrue),
             (SUM_SECONDS, usage.sum_days),
             (FORGET_SECONDS, usage.forget_answers),
