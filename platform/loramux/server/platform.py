@@ -197,21 +197,9 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             settings.adapters,
             adapters.retire,
         )
-        renderer = TemplateRenderer()
-        stack.callback(renderer.close)
         images = ImageReader(settings.images)
-        stack.push_async_callback(images.close)
-        completions = CompletionService(
-            bases=lifecycle.serving,
-            resolver=registry.resolver,
-            usage=usage,
-            renderer=renderer,
-            images=images,
-            deadlines=settings.scheduler.deadlines_ms,
-        )
+        completions = _open_completions(settings, lifecycle, registry, usage, images, stack)
         responses = ResponseStore(database, tenants.pepper, settings.privacy)
-        lifecycle.drain_with(completions.drain_base)
-        stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         chores = (
             (RECONCILE_SECONDS, lifecycle.reconcile),
             (SETTLE_SECONDS, usage.settle_late),
@@ -251,6 +239,31 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             ledger_proof=proof,
             memory=TenantSlots(WAITING_BYTES, WAITING_BYTES_OF_TENANT),
         )
+
+
+def _open_completions(
+    settings: Settings,
+    lifecycle: BaseLifecycle,
+    registry: Registry,
+    usage: UsageService,
+    images: ImageReader,
+    stack: AsyncExitStack,
+) -> CompletionService:
+    """Serve requests until `stack` ends, which lets running requests end first."""
+    renderer = TemplateRenderer()
+    stack.callback(renderer.close)
+    stack.push_async_callback(images.close)
+    completions = CompletionService(
+        bases=lifecycle.serving,
+        resolver=registry.resolver,
+        usage=usage,
+        renderer=renderer,
+        images=images,
+        deadlines=settings.scheduler.deadlines_ms,
+    )
+    lifecycle.drain_with(completions.drain_base)
+    stack.push_async_callback(completions.drain, settings.server.drain_seconds)
+    return completions
 
 
 async def _open_deliveries(

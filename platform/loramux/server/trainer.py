@@ -13,7 +13,7 @@ from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.records.bases import BaseRepository
 from loramux.data.records.database import Database
 from loramux.server.records import StartWait, open_database, open_store
-from loramux.serving.lifecycle import KnownBase, known_bases
+from loramux.serving.known_bases import KnownBase, known_bases
 from loramux.training.examples import ExampleFormat
 from loramux.training.share import ComputeShare
 from loramux.training.trainer import Trainer, TrainerParts
