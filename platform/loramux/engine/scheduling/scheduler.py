@@ -115,7 +115,8 @@ class Scheduler:
         prompt = max(1, self.state.limits.prefill_tokens(rows))
         seconds = self.state.step_time.seconds(1, rows + prompt)
         tokens, cost = self._deadlines.prompt_work(self.queue.work)
-        return prompt / seconds * (tokens / cost if cost else 1.0) if seconds else 0.0
+        share = tokens / cost if tokens >= 1.0 else 1.0  # the sums of no work may have rounding errors
+        return prompt / seconds * share if seconds else 0.0
 
     @property
     def page_seconds(self) -> float:
