@@ -104,6 +104,11 @@ def parse_url(url: str) -> URL:
     raise UnsupportedUrl(f"records url {parsed!r} is not supported; write sqlite:///PATH or postgresql://...")
 
 
+def address_of(url: URL) -> str:
+    """Return `url` without credentials and options, as messages may show it."""
+    return URL.create(url.get_backend_name(), host=url.host, port=url.port, database=url.database).render_as_string()
+
+
 def sqlite_file(url: URL) -> Path | None:
     """Return the path of an embedded database; None for PostgreSQL."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
@@ -366,14 +371,14 @@ async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -
     except DataError as error:
         raise ValueRefused(str(error.orig)) from error
     except (OperationalError, PoolTimeout) as error:
-        raise RecordsUnavailable(f"the database does not answer: {_first_line(error)}") from error
+        raise RecordsUnavailable(f"the database does not answer: {first_line(error)}") from error
     except DBAPIError as error:
         if error.connection_invalidated or isinstance(error, InterfaceError):
-            raise RecordsUnavailable(f"the connection to the database broke: {_first_line(error)}") from error
+            raise RecordsUnavailable(f"the connection to the database broke: {first_line(error)}") from error
         raise
 
 
-def _first_line(error: SQLAlchemyError) -> str:
+def first_line(error: SQLAlchemyError) -> str:
     """Return the driver's own sentence, without the statement and the hints that follow it."""
     lines = str(getattr(error, "orig", None) or error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -381,9 +386,7 @@ def _first_line(error: SQLAlchemyError) -> str:
 
 def _probe_engine(url: URL) -> AsyncEngine:
     if sqlite_file(url) is None:
-        return create_async_engine(
-            url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=_connect_args(url)
-        )
+        return create_async_engine(url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=connect_args(url))
     return _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=1)
 
 
@@ -404,7 +407,8 @@ def _sqlite_engine(url: URL, begin: str, *, is_reader: bool, **options: Any) -> 
     return engine
 
 
-def _connect_args(url: URL) -> dict[str, int]:
+def connect_args(url: URL) -> dict[str, int]:
+    """Return the arguments of a connection to PostgreSQL that its URL does not have."""
     return {name: value for name, value in POSTGRESQL.items() if name not in url.query}
 
 
@@ -429,7 +433,7 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
             pool_size=10,
             max_overflow=10,
             pool_timeout=CONNECT_SECONDS,
-            connect_args=_connect_args(url),
+            connect_args=connect_args(url),
         )
         _bound_lock_waits(engine.sync_engine)
         return engine, engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)

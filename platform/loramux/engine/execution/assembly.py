@@ -39,7 +39,7 @@ from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
 from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, open_tower
 from loramux.engine.messages import StepLimits
-from loramux.engine.scheduling.policy import limits_with_images
+from loramux.engine.scheduling.policy import limits_with_images, token_context
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, expert_name, is_expert
 from loramux_adapters.base_weights import BaseWeights, QuantizedExperts, QuantizedLinear
@@ -59,10 +59,6 @@ NO_DRAFTS_OVER_STATES = (
     'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
     'over a draft that was refused. Set it to "off".'
 )
-
-ATTENTION_COST = 2.0
-"""Time of a multiplication in a CPU's attention, with its part of the softmax, over the time of one in its products. On
-a Zen 5, with 2, chunks of few tokens after a long context took as long as chunks of many tokens after none."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -211,7 +207,7 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    context = token_context(sites, base, layout.layers, model.config) if choice is not None else None
+    context = token_context_of(sites, base, layout.layers, model.config) if choice is not None else None
     return AssembledModel(
         forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower, context
     )
@@ -235,7 +231,7 @@ def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> To
     return None
 
 
-def token_context(
+def token_context_of(
     sites: Mapping[str, Site], base: BaseDescription, layers: Iterable[LayerShape], config: PretrainedConfig
 ) -> float | None:
     """Return the tokens of context whose attention costs a token as much as its products with the weights in `sites`;
@@ -255,8 +251,7 @@ def token_context(
         if not reads_other_inputs(name)
     )
     whole = [layer for layer in layers if layer.options.sliding_window is None]
-    attention = ATTENTION_COST * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole)
-    return products / attention if attention else None
+    return token_context(products, sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole))
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
