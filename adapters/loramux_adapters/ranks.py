@@ -120,6 +120,10 @@ class Ranks:
             self.bytes_sent += x.nbytes
         return x
 
+    def first(self, value: int) -> int:
+        """Return rank 0's value. Waits for the device."""
+        return int(self.broadcast(torch.tensor([value], dtype=torch.int64, device=self._device)).item())
+
     def least(self, value: int) -> int:
         """Return the least of the ranks' values. Waits for the device."""
         options = _at_once(distributed.AllreduceOptions())
