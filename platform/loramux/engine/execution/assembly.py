@@ -174,7 +174,7 @@ def assemble_share(
     limits = limits_on(model.device, settings.engine)
     if ranks is not None:  # their cards may differ
         limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
-    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
+    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites))
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and limits.max_draft_tokens:
         logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)
@@ -459,9 +459,10 @@ def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, wides
     return layout, peak - before
 
 
-def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
-    """Return the elements of the widest rank tile that adapters of `sites` have."""
-    return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
+def widest_tile(sites: Mapping[str, LinearShape | ParameterShape | Site]) -> int:
+    """Return the elements of the widest rank tile that adapters of `sites` have in the pool: a tower's have none."""
+    of_text = [site for name, site in sites.items() if not reads_other_inputs(name)]
+    return RANK_TILE * max(max(site.in_features, site.out_features) for site in of_text)
 
 
 def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, ranks: Ranks | None) -> int:
@@ -484,7 +485,7 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, rank
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
     """Refuse pages that cannot hold the widest rank tile, because valid adapters could not be loaded."""
-    widest = widest_tile(sites.values())
+    widest = widest_tile(sites)
     if widest > layout.page_elements:
         raise UnsupportedModel(
             f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use "

@@ -26,9 +26,10 @@ from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes,
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
-from loramux_adapters.base import BaseDescription
+from loramux_adapters.base import BaseDescription, LinearShape
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.latent import expansion_elements
-from loramux_adapters.sharding import Sharding, is_held_by
+from loramux_adapters.sharding import Sharding
 from loramux_kernels.tables import RANK_TILE
 
 GB = 1e9
@@ -198,7 +199,7 @@ def plan_memory(
 
     Raises UnsupportedModel if the files are not safetensors.
     """
-    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items()}
+    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in _linears_of_text(base).items()}
     weight_bytes, tower_bytes = _weight_bytes(directory, base, sharding, itemsize)
     return MemoryPlan(
         sharding.size,
@@ -211,6 +212,11 @@ def plan_memory(
         image_bytes=image_bytes,
         expansion_bytes=itemsize * expansion_elements(widths),
     )
+
+
+def _linears_of_text(base: BaseDescription) -> dict[str, LinearShape]:
+    """Return the linears that steps compute, and whose adapters are in the pool."""
+    return {name: shape for name, shape in base.modules.items() if not reads_other_inputs(name)}
 
 
 def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int) -> tuple[int, int]:
@@ -230,7 +236,7 @@ def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, it
             shape = known[name]
             share = math.prod(sharding.width(name, shape.out_features, shape.in_features))
             sizes[name] += num_bytes * share // shape.num_weights
-    tower_bytes = sum(size for name, size in sizes.items() if not is_held_by(1, name))
+    tower_bytes = sum(size for name, size in sizes.items() if reads_other_inputs(name))
     loads_text_alone = sharding.config.get_text_config() is sharding.config
     return sizes.total() - tower_bytes, 0 if loads_text_alone else tower_bytes
 
@@ -302,7 +308,7 @@ class StepMemory:
     @classmethod
     def of(cls, base: BaseDescription, itemsize: int, sharding: Sharding | None = None) -> StepMemory:
         """Return the bytes for a base, or for a rank's share of it, whose elements have `itemsize` bytes."""
-        shapes = {name: (shape.out_features, shape.in_features) for name, shape in base.modules.items()}
+        shapes = {name: (shape.out_features, shape.in_features) for name, shape in _linears_of_text(base).items()}
         widest = max(sum(shape if sharding is None else sharding.width(name, *shape)) for name, shape in shapes.items())
         return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size)
 
