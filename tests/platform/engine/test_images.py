@@ -19,6 +19,8 @@ from eager_drafts import draft_always
 from image_prompts import PAD, RECIPES, ImageZoo, Pictured, mixed_prompts, picture, save_processor, serve
 from msgspec.structs import replace
 from preempting import preempting
+from quantized_zoo import CHECKPOINTS
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.common.settings.serving import ClassDeadlines
@@ -125,12 +127,12 @@ def test_images_over_two_ranks_are_answered_as_transformers_answers_them(
     zoo: ImageZoo, answers: dict[str, list[int]]
 ) -> None:
     """Rank 0 has computed them, also as an adapter changes the tower."""
-    of_tower = Pictured("tower", "tower", ((5, 6), picture(4, 20, 28), (7, 8)), 5)
-    asked = [*mixed_prompts(6), of_tower]
+    of_tower = [Pictured(name, name, ((5, 6), picture(4, 20, 28), (7, 8)), 5) for name in ON_THE_TOWER]
+    asked = [*mixed_prompts(6), *of_tower]
     engine = zoo.zoo.engine(max_num_batched_tokens=13, tensor_parallel_size=2)
     try:
         assert engine.facts.images
-        served = serve(zoo, engine, asked, [i // 2 for i in range(7)])
+        served = serve(zoo, engine, asked, [i // 2 for i in range(8)])
         assert served == {one.name: answers.get(one.name) or zoo.answer(one) for one in asked}
     finally:
         engine.close()
@@ -589,6 +591,31 @@ def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
         assert f"images in prompts of base are refused: {reason}" in caplog.text
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_quantized_tower_refuses_images_and_text_is_answered_by_every_number_of_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    zoo = ImageZoo(Zoo("qwen2_5_vl", tmp_path))
+    made = zoo.zoo
+    model = made.auto.from_pretrained(made.base)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings, write = CHECKPOINTS["int8"]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parts, _ = write(tensors.pop(f"{name}.weight"))
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, made.base / "model.safetensors", {"format": "pt"})
+    facts = json.loads((made.base / "config.json").read_text()) | {"quantization_config": settings}
+    (made.base / "config.json").write_text(json.dumps(facts))
+    engine = made.engine(tensor_parallel_size=size)
+    try:
+        assert not engine.facts.images
+        assert len(serve(zoo, engine, [Asked("text", None, (5, 6, 7), 5)])["text"]) == 5
+    finally:
+        engine.close()
+    assert "the checkpoint's vision tower is quantized" in caplog.text
 
 
 @pytest.mark.parametrize("zoo", without(*OTHER_TEXTS), indirect=True)  # tiny experts are padded when they are packed

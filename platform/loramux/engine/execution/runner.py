@@ -364,7 +364,7 @@ class Forward:
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         self._images = inputs.images
-        if inputs.images is not None and self.ranks is not None:
+        if inputs.images is not None and self.ranks is not None:  # rank 0 alone has the tower
             self.ranks.broadcast(inputs.images.features)
         serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
         with self._products(), serving, self._decoding_by(decode):
