@@ -116,7 +116,7 @@ def loading_alone(device: torch.device, engine: EngineSettings) -> Iterator[None
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of every rank of an engine; on a GPU, of one rank."""
+    """Memory of every rank of an engine; the plan of another card than rank 0's has no tower."""
 
     num_ranks: int
     weight_bytes: int
