@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +38,7 @@ from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
-from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, open_tower
+from loramux.engine.execution.vision import NO_EFFECTS, Tower, image_row_shape, images_refused, open_tower
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import limits_with_images, token_context
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
@@ -59,6 +60,9 @@ NO_DRAFTS_OVER_STATES = (
     'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
     'over a draft that was refused. Set it to "off".'
 )
+
+NO_IMAGES = -1
+"""Value in the place of `Tower.whole_tokens` if prompts have no images."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -105,7 +109,7 @@ def load_share(
     if rank and device.type == "cuda":  # rank 0 has planned its own card, before it started this process
         itemsize = itemsize_of(sharding.config, dtype, device)
         card, limits = Card.of(device, engine), limits_on(device, engine)
-        plan_on_card(directory, base, sharding, itemsize, settings, card, limits)
+        plan_on_card(directory, base, sharding, itemsize, settings, card, limits, rank)
     model = load_checkpoint(directory, dtype, device, CheckpointShare(base, sharding, rank), progress)
     meet()
     is_ordered = device.type == "cpu" or engine.batch_invariant
@@ -166,7 +170,7 @@ def assemble_share(
     limits = limits_on(model.device, settings.engine)
     if ranks is not None:  # their cards may differ
         limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
-    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
+    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites))
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and limits.max_draft_tokens:
         logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)
@@ -189,18 +193,18 @@ def assemble_share(
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_state_layers(model)
-    is_first = shard is None or shard.ranks.rank == 0
-    over_gpus = shard is not None and runs_triton(no_pool)
-    tower = _tower(model, settings, over_gpus=over_gpus) if is_first else None
-    if tower is not None:
-        probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
-        activation_bytes = activation_bytes * limits.most_rows // probed + tower.gpu_bytes
+    tower, whole_tokens = _open_tower(model, settings, ranks)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
     forward = Forward(model, [], bank, is_invariant=is_invariant, ranks=ranks)
-    if tower is None and (is_first or over_gpus):  # all ranks record the same steps
+    if whole_tokens is None:
         forward.effects = NO_EFFECTS
+    else:
+        probed, limits = limits.most_rows, limits_with_images(limits, whole_tokens)
+        image_bytes = limits.most_rows * math.prod(image_row_shape(model.config)) * model.dtype.itemsize
+        activation_bytes = activation_bytes * limits.most_rows // probed + image_bytes
+    activation_bytes += 0 if tower is None else tower.gpu_bytes
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot, ranks)
@@ -213,10 +217,21 @@ def assemble_share(
     )
 
 
-def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> Tower | None:
+def _open_tower(model: PreTrainedModel, settings: Settings, ranks: Ranks | None) -> tuple[Tower | None, int | None]:
+    """Return the vision tower, on rank 0 alone, and its `whole_tokens`, on all ranks; None: prompts have no images.
+
+    All ranks must record the same steps, and only rank 0 knows if the tower fits its memory.
+    """
+    tower = _tower(model, settings) if ranks is None or ranks.rank == 0 else None
+    whole_tokens = NO_IMAGES if tower is None else tower.whole_tokens
+    whole_tokens = whole_tokens if ranks is None else ranks.first(whole_tokens)
+    return tower, None if whole_tokens == NO_IMAGES else whole_tokens
+
+
+def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
     """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
     directory, name = Path(settings.model.path), settings.model.served_model_name
-    if (reason := images_refused(directory, model.config, over_gpus=over_gpus)) is None:
+    if (reason := images_refused(directory, model.config)) is None:
         most_tokens = settings.images.max_tokens
         try:
             tower = open_tower(model, directory)
@@ -439,9 +454,10 @@ def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, wides
     return layout, peak - before
 
 
-def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
-    """Return the elements of the widest rank tile that adapters of `sites` have."""
-    return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
+def widest_tile(sites: Mapping[str, LinearShape | ParameterShape | Site]) -> int:
+    """Return the elements of the widest rank tile that adapters of `sites` have in the pool: a tower's have none."""
+    of_text = [site for name, site in sites.items() if not reads_other_inputs(name)]
+    return RANK_TILE * max(max(site.in_features, site.out_features) for site in of_text)
 
 
 def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, ranks: Ranks | None) -> int:
@@ -464,7 +480,7 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, rank
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
     """Refuse pages that cannot hold the widest rank tile, because valid adapters could not be loaded."""
-    widest = widest_tile(sites.values())
+    widest = widest_tile(sites)
     if widest > layout.page_elements:
         raise UnsupportedModel(
             f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use "

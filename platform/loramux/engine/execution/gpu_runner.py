@@ -47,7 +47,6 @@ from loramux.engine.execution.runner import (
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
-from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
@@ -179,14 +178,13 @@ class GpuRunner:
             effects=self._forward.effects,
             changes_latents=self.bank.changes_latents,
         )
-        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self.team is not None:
-            self.team.run(packed, images)
+            self.team.run(packed)
         rows = SampledRows.of(step.sampling)
         parameters = self._sampler.stage(rows)
         self._forward.keep_hidden(bool(step.pooled))
         try:
-            logits, scores = split_scored(self._run(packed, images, self._pending(step, packed)), packed.scored)
+            logits, scores = split_scored(self._run(packed, self._pending(step, packed)), packed.scored)
         except RuntimeError as error:
             if self.team is None:
                 raise
@@ -198,18 +196,19 @@ class GpuRunner:
         return launched
 
     @torch.inference_mode()
-    def follow(self, packed: PackedStep, images: StepImages | None) -> None:
+    def follow(self, packed: PackedStep) -> None:
         """Enqueue this rank's part of a forward that rank 0 launches too."""
-        self._run(packed, images, np.zeros((2, 0), dtype=np.int64))
+        self._run(packed, np.zeros((2, 0), dtype=np.int64))
 
     def wait_for(self, tokens: TokensInFlight) -> None:
         """Wait until the host has the tokens, if another rank could keep them from coming."""
         if self.team is not None:
             self.team.wait_until(lambda: tokens.have_arrived)
 
-    def _run(self, packed: PackedStep, images: StepImages | None, pending: NDArray[np.int64]) -> torch.Tensor:
+    def _run(self, packed: PackedStep, pending: NDArray[np.int64]) -> torch.Tensor:
         """Enqueue a forward; `StepBuffers.send` explains `pending`. All ranks choose the same recording, because they
         have the same adapters in the same slots."""
+        images = self._forward.step_images(packed, self.image_rows)
         inputs = replace(self._buffers.fill(packed), images=images)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)

@@ -38,6 +38,7 @@ from loramux.engine.execution.vision import (
     ImageEffects,
     RowsOfImage,
     StepImages,
+    image_row_shape,
     rotary_positions,
     row_ends,
     rows_of_images,
@@ -341,6 +342,8 @@ class Forward:
         self.effects = ImageEffects.of(model.config)
         """Changes that images make to a step."""
         self._images: StepImages | None = None
+        depth, hidden_size = image_row_shape(model.config)
+        self._no_image_rows = bank.pool.new_empty(depth, 0, hidden_size)
         if images_of(model.config.model_type) is not None:
             self._decoder.register_forward_pre_hook(self._place_images, with_kwargs=True)
         for depth in range(1, 1 + self.effects.num_deep_rows):
@@ -361,6 +364,8 @@ class Forward:
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         self._images = inputs.images
+        if inputs.images is not None and self.ranks is not None:  # rank 0 alone has the tower
+            self.ranks.broadcast(inputs.images.features)
         serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
         with self._products(), serving, self._decoding_by(decode):
             logits: torch.Tensor = self.model(
@@ -373,6 +378,19 @@ class Forward:
         if extras is not None:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
+
+    def step_images(self, packed: PackedStep, image_rows: ImageRows[torch.Tensor] | None) -> StepImages | None:
+        """Return the images of a step; None if there are none.
+
+        `image_rows` are rank 0's, which alone has the tower. Other ranks get the features when the forward begins.
+        """
+        if not packed.images:
+            return None
+        images = StepImages.at(packed.images, self._no_image_rows)
+        if self.ranks is None or self.ranks.rank == 0:
+            assert image_rows is not None, "requests with images are refused otherwise"
+            images.fill(packed.images, image_rows)
+        return images
 
     def _place_images(self, _module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         """Put the rows of images in the place of their placeholders' embeddings."""
@@ -578,7 +596,7 @@ class CompletedStep:
 class OtherRanks(Protocol):
     """The other ranks of an engine, as a runner needs them."""
 
-    def run(self, packed: PackedStep, images: StepImages | None) -> None:
+    def run(self, packed: PackedStep) -> None:
         """Make them run a step's forward."""
 
     def wait_until(self, has_ended: Callable[[], bool]) -> None:
@@ -589,7 +607,9 @@ class OtherRanks(Protocol):
 
 
 @torch.inference_mode()
-def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None = None) -> torch.Tensor:
+def run_forward(
+    forward: Forward, packed: PackedStep, image_rows: ImageRows[torch.Tensor] | None = None
+) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
     batch = AttentionBatch(
         cu_seqlens=torch.from_numpy(packed.cu_seqlens),
@@ -607,7 +627,7 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         position_ids=torch.from_numpy(positions),
         batch=batch,
         sampled_rows=torch.from_numpy(packed.sampled_rows),
-        images=images,
+        images=forward.step_images(packed, image_rows),
     )
     return forward(inputs, packed.segments, forward.bank.extras_of(packed.segments, packed.sampled_rows))
 
@@ -651,12 +671,11 @@ class CpuRunner:
             effects=self._forward.effects,
             changes_latents=self.bank.changes_latents,
         )
-        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self._team is not None:
-            self._team.run(packed, images)
+            self._team.run(packed)
         masks = self._start_masks(step.sampling)
         self._forward.keep_hidden(bool(step.pooled))
-        logits, scores = split_scored(self._run(packed, images), packed.scored)
+        logits, scores = split_scored(self._run(packed), packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
         return CompletedStep(events, scores, pooled)
@@ -668,9 +687,9 @@ class CpuRunner:
         if self._constraints is not None:
             self._constraints.forget(request_id)
 
-    def _run(self, packed: PackedStep, images: StepImages | None) -> torch.Tensor:
+    def _run(self, packed: PackedStep) -> torch.Tensor:
         try:
-            return run_forward(self._forward, packed, images)
+            return run_forward(self._forward, packed, self.image_rows)
         except RuntimeError as error:
             if self._team is None:
                 raise
