@@ -134,16 +134,17 @@ class SqliteConnection(aiosqlite.Connection):
     makes four calls for a statement, three to begin a transaction, and two to end it.
     """
 
-    def __init__(self, begin: str, *arguments: Any, is_reader: bool, **options: Any) -> None:
-        """`begin` is the statement that begins a transaction; the arguments are those of `sqlite3.connect`."""
+    def __init__(self, *arguments: Any, is_reader: bool, **options: Any) -> None:
+        """The arguments are those of `sqlite3.connect`."""
         super().__init__(partial(sqlite3.connect, *arguments, **options), iter_chunk_size=64)
-        self._begin, self._is_reader = begin, is_reader
+        self._is_reader = is_reader
+        self._begin = ""
         self._transaction: Literal["none", "due", "open"] = "none"
         """`due`: the transaction begins with the next statement."""
 
-    def begin(self) -> None:
-        """Let a transaction begin, with its first statement."""
-        self._transaction = "due"
+    def begin(self, statement: str) -> None:
+        """Let `statement` begin a transaction, together with the transaction's first statement."""
+        self._begin, self._transaction = statement, "due"
 
     def cursor(self) -> SqliteCursor:  # type: ignore[override]  # SQLAlchemy needs less
         """Return a cursor for one statement."""
@@ -219,9 +220,10 @@ class SqliteCursor:
 
 
 class Database:
-    """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write.
+    """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write. `look_up()` reads
+    without a transaction.
 
-    `begin` and `read` raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
+    All three raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
     RecordsUnavailable for a database that does not answer.
 
     SQLite allows one writer at a time, so writers of this process share one connection and queue for it in order. They
@@ -234,7 +236,7 @@ class Database:
     def __init__(self, url: str, *, clock: Clock = unix_microseconds) -> None:
         self.url = parse_url(url)
         self.now = clock
-        self._writer, self._reader = _engines(self.url)
+        self._writer, self._reader, self._finder = _engines(self.url)
         self._probe = _probe_engine(self.url)
         self._pool_wait = PoolWait(self.is_reachable)
         self._has_one_writer = sqlite_file(self.url) is not None
@@ -253,6 +255,15 @@ class Database:
     async def read(self) -> AsyncIterator[AsyncSession]:
         """Open one read-only transaction over one snapshot."""
         async with self._share(), _transaction(self._reader, self._pool_wait) as session:
+            yield session
+
+    @asynccontextmanager
+    async def look_up(self) -> AsyncIterator[AsyncSession]:
+        """Open a session for statements that only read and need no common snapshot, because usually there is one.
+
+        No statement begins or ends a transaction, which on PostgreSQL are two round trips.
+        """
+        async with self._share(), _transaction(self._finder, self._pool_wait) as session:
             yield session
 
     @asynccontextmanager
@@ -384,22 +395,55 @@ def _probe_engine(url: URL) -> AsyncEngine:
         return create_async_engine(
             url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=_connect_args(url)
         )
-    return _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=1)
+    return _sqlite_engine(url, is_reader=True, pool_size=1)
 
 
-def _sqlite_engine(url: URL, begin: str, *, is_reader: bool, **options: Any) -> AsyncEngine:
+def _sqlite_engine(url: URL, *, is_reader: bool, **options: Any) -> AsyncEngine:
     """Return an engine whose connections are SqliteConnections."""
     engine = create_async_engine(url.set(drivername="sqlite+aiosqlite"), max_overflow=0, **options)
     set_pragmas(engine.sync_engine, **({"query_only": "ON"} if is_reader else {}))
 
     @event.listens_for(engine.sync_engine, "do_connect")
     def connect(dialect: Any, _record: object, arguments: Any, options: Any) -> Any:
-        creator = partial(SqliteConnection, begin, is_reader=is_reader)
+        creator = partial(SqliteConnection, is_reader=is_reader)
         return dialect.loaded_dbapi.connect(*arguments, async_creator_fn=creator, **options)
 
     @event.listens_for(engine.sync_engine, "begin")
-    def start(connection: Any) -> None:
-        connection.connection.driver_connection.begin()
+    def begin(connection: Any) -> None:
+        if statement := _begin_statement(connection):
+            connection.connection.driver_connection.begin(statement)
+
+    return engine
+
+
+def _postgresql_engine(url: URL) -> AsyncEngine:
+    """Return an engine whose connections begin no transaction by themselves.
+
+    The driver's own way to choose a transaction's isolation changes the connection before and after each transaction.
+    """
+    engine = create_async_engine(
+        url,
+        isolation_level="AUTOCOMMIT",
+        pool_pre_ping=True,
+        pool_size=10,
+        max_overflow=10,
+        pool_timeout=CONNECT_SECONDS,
+        connect_args=_connect_args(url),
+    )
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def bound_lock_waits(connection: Any, _record: object) -> None:
+        """Set lock_timeout by a statement, because poolers such as PgBouncer refuse it among the parameters of the
+        connection.
+        """
+        cursor = connection.cursor()
+        cursor.execute(f"SET lock_timeout = '{BUSY_SECONDS}s'")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def begin(connection: Any) -> None:
+        if statement := _begin_statement(connection):
+            connection.exec_driver_sql(statement)
 
     return engine
 
@@ -408,34 +452,22 @@ def _connect_args(url: URL) -> dict[str, int]:
     return {name: value for name, value in POSTGRESQL.items() if name not in url.query}
 
 
-def _bound_lock_waits(engine: Engine) -> None:
-    """Set lock_timeout on every connection, by a statement, because poolers such as PgBouncer refuse it among the
-    parameters of the connection.
-    """
-
-    @event.listens_for(engine, "connect")
-    def configure(connection: Any, _record: object) -> None:
-        cursor = connection.cursor()
-        cursor.execute(f"SET lock_timeout = '{BUSY_SECONDS}s'")
-        cursor.close()
-        connection.commit()
+def _begin_statement(connection: Any) -> str | None:
+    """Return the statement that begins a transaction of this connection's engine; None: it has no transactions."""
+    statement: str | None = connection.get_execution_options().get("begin")
+    return statement
 
 
-def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
+def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine, AsyncEngine]:
+    """Return the engines that write, that read one snapshot, and that read without a transaction."""
     if sqlite_file(url) is None:
-        engine = create_async_engine(
-            url,
-            pool_pre_ping=True,
-            pool_size=10,
-            max_overflow=10,
-            pool_timeout=CONNECT_SECONDS,
-            connect_args=_connect_args(url),
-        )
-        _bound_lock_waits(engine.sync_engine)
-        return engine, engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        engine = _postgresql_engine(url)
+        snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+        return engine.execution_options(begin="BEGIN"), engine.execution_options(begin=snapshot), engine
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}, "pool_timeout": 60}
-    writer = _sqlite_engine(url, "BEGIN IMMEDIATE", is_reader=False, pool_size=1, **options)
-    return writer, _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=READERS, **options)
+    writer = _sqlite_engine(url, is_reader=False, pool_size=1, **options)
+    reader = _sqlite_engine(url, is_reader=True, pool_size=READERS, **options)
+    return writer.execution_options(begin="BEGIN IMMEDIATE"), reader.execution_options(begin="BEGIN"), reader
 
 
 async def advisory_lock(session: AsyncSession, lock: int) -> None:
