@@ -179,8 +179,8 @@ def principal_of_key(key: CallerKey, now: int, origin: Origin) -> Principal:
     _ensure_active(key)
     if key.archived_at is not None:
         raise InvalidKey(
-            f"{_INCORRECT}: the project {key.project_name!r} of this API key is archived; use a key of another project, "
-            "or have this one restored (POST /v1/projects with its name)",
+            f"{_INCORRECT}: the project {key.project_name!r} of this API key is archived; use a key of another "
+            "project, or have this one restored (POST /v1/projects with its name)",
             FIELD,
         )
     models = None if key.models is None else frozenset(key.models.splitlines())

@@ -221,7 +221,7 @@ class SqliteCursor:
 
 class Database:
     """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write. `look_up()` reads
-    without a transaction.
+    without a snapshot.
 
     All three raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
     RecordsUnavailable for a database that does not answer.
@@ -259,9 +259,10 @@ class Database:
 
     @asynccontextmanager
     async def look_up(self) -> AsyncIterator[AsyncSession]:
-        """Open a session for statements that only read and need no common snapshot, because usually there is one.
+        """Open a session for statements that only read and need no common snapshot: usually there is one statement.
 
-        No statement begins or ends a transaction, which on PostgreSQL are two round trips.
+        On SQLite no transaction is begun and ended. On PostgreSQL the connection's isolation is not changed and
+        restored, which takes as long as a round trip.
         """
         async with self._share(), _transaction(self._finder, self._pool_wait) as session:
             yield session
@@ -409,41 +410,9 @@ def _sqlite_engine(url: URL, *, is_reader: bool, **options: Any) -> AsyncEngine:
         return dialect.loaded_dbapi.connect(*arguments, async_creator_fn=creator, **options)
 
     @event.listens_for(engine.sync_engine, "begin")
-    def begin(connection: Any) -> None:
-        if statement := _begin_statement(connection):
+    def start(connection: Any) -> None:
+        if statement := connection.get_execution_options().get("begin"):
             connection.connection.driver_connection.begin(statement)
-
-    return engine
-
-
-def _postgresql_engine(url: URL) -> AsyncEngine:
-    """Return an engine whose connections begin no transaction by themselves.
-
-    The driver's own way to choose a transaction's isolation changes the connection before and after each transaction.
-    """
-    engine = create_async_engine(
-        url,
-        isolation_level="AUTOCOMMIT",
-        pool_pre_ping=True,
-        pool_size=10,
-        max_overflow=10,
-        pool_timeout=CONNECT_SECONDS,
-        connect_args=_connect_args(url),
-    )
-
-    @event.listens_for(engine.sync_engine, "connect")
-    def bound_lock_waits(connection: Any, _record: object) -> None:
-        """Set lock_timeout by a statement, because poolers such as PgBouncer refuse it among the parameters of the
-        connection.
-        """
-        cursor = connection.cursor()
-        cursor.execute(f"SET lock_timeout = '{BUSY_SECONDS}s'")
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def begin(connection: Any) -> None:
-        if statement := _begin_statement(connection):
-            connection.exec_driver_sql(statement)
 
     return engine
 
@@ -452,18 +421,33 @@ def _connect_args(url: URL) -> dict[str, int]:
     return {name: value for name, value in POSTGRESQL.items() if name not in url.query}
 
 
-def _begin_statement(connection: Any) -> str | None:
-    """Return the statement that begins a transaction of this connection's engine; None: it has no transactions."""
-    statement: str | None = connection.get_execution_options().get("begin")
-    return statement
+def _bound_lock_waits(engine: Engine) -> None:
+    """Set lock_timeout on every connection, by a statement, because poolers such as PgBouncer refuse it among the
+    parameters of the connection.
+    """
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET lock_timeout = '{BUSY_SECONDS}s'")
+        cursor.close()
+        connection.commit()
 
 
 def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine, AsyncEngine]:
-    """Return the engines that write, that read one snapshot, and that read without a transaction."""
+    """Return the engines that write, that read one snapshot, and that look up without a snapshot."""
     if sqlite_file(url) is None:
-        engine = _postgresql_engine(url)
-        snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-        return engine.execution_options(begin="BEGIN"), engine.execution_options(begin=snapshot), engine
+        engine = create_async_engine(
+            url,
+            pool_pre_ping=True,
+            pool_size=10,
+            max_overflow=10,
+            pool_timeout=CONNECT_SECONDS,
+            connect_args=_connect_args(url),
+        )
+        _bound_lock_waits(engine.sync_engine)
+        snapshots = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        return engine, snapshots, engine
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}, "pool_timeout": 60}
     writer = _sqlite_engine(url, is_reader=False, pool_size=1, **options)
     reader = _sqlite_engine(url, is_reader=True, pool_size=READERS, **options)
