@@ -445,7 +445,7 @@ class Site:
 def site(
     model: Path, folder: Path, workers: int, records: str = "sqlite", *, has_parts: bool = False
 ) -> Iterator[Site]:
-    """Start the server, with limits that no client of ours reaches. Its records are in a database of its own. With
+    """Start the server, with limits that no client of ours reaches. It has a separate database. With
     `has_parts`, the parts of a request are timed, of one worker only.
     """
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Processor time of the parts of a request in the server's event loop, for `front.py --parts`.
+"""Processor time of the parts of a request in the event loop of the server (`front.py --parts`).
 
 The functions of PARTS are replaced by timed ones in the server's process. A part's time is that of the event loop's
 thread in its functions, without the parts that they call. A coroutine counts only while it runs. The sums are in a file
