@@ -185,7 +185,7 @@ def _steer(
         logit = tl.load(logits + place, mask=inside, other=_NEVER).to(tl.float32)
         counter = tl.load(counters + row).to(tl.int64)
         own = counts + counter * counts_stride
-        count = tl.load(own + token, mask=inside & (counter >= 0), other=0)
+        count = tl.load(own + token, mask=token < tl.where(counter >= 0, vocab, 0), other=0)
         for number in range(0, num_drafts):
             count += (token == tl.load(drafts + row * num_drafts + number)).to(tl.int32)
         written = (count & (_IN_PROMPT - 1)).to(tl.float32)

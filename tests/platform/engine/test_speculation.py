@@ -214,7 +214,7 @@ class DeviceRows:
     """Samples chunks as a GPU's runner does."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
-        self._sampler = SamplerAlone(eos_token_ids, vocab=10)
+        self._sampler = SamplerAlone(eos_token_ids, vocab=10, max_rows=24)
 
     def sample(self, logits: torch.Tensor, chunks: list[Chunk]) -> list[TokenEvent]:
         return accepted(self._sampler.launch(logits.clone(), SampledRows.of(chunks)).events(), chunks)

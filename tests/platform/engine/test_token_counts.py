@@ -29,9 +29,12 @@ def counted(counts: TokenCounts, sequences: list[Sequence], drawn: list[int]) ->
     """The step before drew `drawn[i]` for `sequences[i]`; return the counts of each sequence that are not zero."""
     rows = counts.rows_of(sequences)
     own = [i for i, one in enumerate(sequences) if one.token_ids[-1] == PENDING]
-    pending = torch.tensor([[0] * len(own), own, [rows[sequences[i]] for i in own]])
+    places = [[0] * len(own), own, [rows[sequences[i]] for i in own]]
+    pending = torch.tensor(places, dtype=torch.int64)
     number = torch.tensor([len(own)], dtype=torch.int32)
-    insert_tokens_reference(torch.zeros(1, dtype=torch.int64), counts.table, torch.tensor(drawn), pending, number)
+    insert_tokens_reference(
+        torch.zeros(1, dtype=torch.int64), counts.table, torch.tensor(drawn, dtype=torch.int64), pending, number
+    )
     table = counts.table.numpy()
     return [{int(t): int(table[rows[one], t]) for t in np.flatnonzero(table[rows[one]])} for one in sequences]
 
