@@ -24,7 +24,7 @@ def batch_of(rows: int, device: torch.device, **columns: object) -> SamplingBatc
     for name, value in (neutral | columns).items():
         values = torch.as_tensor(list(value) if isinstance(value, range) else value, dtype=dtypes.get(name))
         tensors[name] = values.to(dtypes.get(name, torch.float32)).expand(rows).contiguous().to(device)
-    return SamplingBatch(**tensors)
+    return SamplingBatch(**tensors | {"num_rows": tensors["num_rows"][:1]})
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, run=choose) -> torch.Tensor:
