@@ -26,13 +26,10 @@ import torch
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native.abi import DTYPES, DrawAbi
 from loramux_kernels.native.loader import native_for
-from loramux_kernels.tables import IN_PROMPT, SamplingBatch
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, SamplingBatch
 
 WORD_BITS = 32
 """Tokens in one word of a mask."""
-
-NO_TOKEN = -2
-"""Result for a row that has no token to choose. No token has this id."""
 
 SMALL = 4096
 """Maximum number of tokens that are sorted directly. A larger number is first reduced by a histogram."""

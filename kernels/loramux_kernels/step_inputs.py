@@ -1,4 +1,4 @@
-"""What the first launches of a step write: pages that sequences got, and tokens that only the device knows.
+"""The first launches of a step, which write pages that sequences got, and tokens that only the device knows.
 
 Semantics:
 

@@ -550,6 +550,9 @@ class StateWeights:
         return self.limits[0] > 0.0 or self.limits[1] < NO_LIMITS[1]
 
 
+NO_TOKEN = -2
+"""Result for a row that has no token to choose. No token has this id."""
+
 IN_PROMPT = 1 << 30
 """Bit of a token's count that says that the prompt has the token; the lower bits count how often it was generated."""
 

@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 
 from loramux_kernels.cuda.launch import Launch, run_all
-from loramux_kernels.sampling import NO_TOKEN
-from loramux_kernels.tables import IN_PROMPT, SamplingBatch
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, SamplingBatch
 
 BLOCK = 4096
 """Tokens that a program holds at once, and the most tokens that a row may list."""

@@ -1,4 +1,4 @@
-"""What the first launches of a step write, as Triton kernels. Semantics as in `loramux_kernels.step_inputs`."""
+"""The first launches of a step, as Triton kernels. Semantics as in `loramux_kernels.step_inputs`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from loramux_kernels.cuda.sampling import BLOCK, BLOCK_CHUNKS, prepare_sample
 from loramux_kernels.cuda.sampling import sample as choose
-from loramux_kernels.sampling import NO_TOKEN, arrival_times, exclude, sample_reference, steer
-from loramux_kernels.tables import IN_PROMPT, LogitBias, Penalties, SamplingBatch
+from loramux_kernels.sampling import arrival_times, exclude, sample_reference, steer
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, LogitBias, Penalties, SamplingBatch
 
 
 def batch_of(rows: int, device: torch.device, **columns: object) -> SamplingBatch:

@@ -40,7 +40,7 @@ from loramux.engine.messages import ImageInput, Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape, plan_states
-from loramux_kernels.sampling import NO_TOKEN
+from loramux_kernels.tables import NO_TOKEN
 
 CPU = torch.device("cpu")
 EOS = 9

@@ -47,10 +47,10 @@ from loramux.engine.messages import EngineFault, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence
 from loramux_adapters.targets import MAX_ADDED_TOKENS
 from loramux_kernels.device import to_device, to_host
-from loramux_kernels.sampling import NO_TOKEN, forbid_tokens, sample
+from loramux_kernels.sampling import forbid_tokens, sample
 from loramux_kernels.staged_memory import StagedArray, StagedMemory
 from loramux_kernels.step_inputs import insert_tokens
-from loramux_kernels.tables import IN_PROMPT, LogitBias, Penalties, SamplingBatch
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, LogitBias, Penalties, SamplingBatch
 
 _SEED_BITS = 63
 

@@ -82,7 +82,7 @@ class BlockTables:
         return PageChanges(places, self.pages.reshape(-1)[places])
 
     def stage(self, changes: PageChanges | None) -> None:
-        """Put changes into the step's copy. Changes that it has no room for are written now, by copies of their own."""
+        """Put changes into the step's copy. Changes that it has no room for are written now, by separate copies."""
         places, values = changes or NO_CHANGES
         if len(places) > NUM_PATCHES:
             where, pages = to_device(places, self._device), to_device(values, self._device)

@@ -181,7 +181,7 @@ def counting_launches_outside(engine: Engine, count: LaunchCount) -> list[list[s
 def test_decode_step_is_one_copy_one_replay_and_one_copy_back(
     tmp_path, copies_of_decode_steps, monkeypatch, kind: str
 ) -> None:
-    """Of every kind of sampling that a recording has; masks and log probabilities come after the replay."""
+    """This holds for each kind of sampling that a recording has; masks and log probabilities come after the replay."""
     count = LaunchCount(monkeypatch)
     loaded, settings = load(make_base(tmp_path), device=DEVICE, max_num_seqs=3, max_model_len=64, block_size=16)
     engine = build_engine(loaded, settings, wake=lambda: None)
