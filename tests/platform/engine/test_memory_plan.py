@@ -178,7 +178,7 @@ def load_on_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (85, 84, "none", {"engines_per_device": 6}, r"6 engines divide this GPU: let fewer use it"),
         (85, 12, "none", {}, r"85\.0 GB, of them 12\.0 GB free, .* other processes hold 73\.0 GB of it: end them"),
         (16.2, 16.1, "none", {}, r'set model.quantization = "int8" or "nf4"'),
-        (12, 11.8, "none", {}, r"weights 16\.1 GB, largest step 0\.1 GB, .* give a quantized checkpoint, or a larger"),
+        (12, 11.8, "none", {}, r"weights 16\.1 GB, largest step 0\.2 GB, .* give a quantized checkpoint, or a larger"),
         (12, 11.8, "int8", {}, r"also to be quantized there: give a quantized checkpoint, or a larger GPU"),
     ],
 )
@@ -198,10 +198,10 @@ def test_base_that_does_not_fit_a_card_is_refused_before_its_weights_are_read_wi
 @pytest.mark.parametrize(
     ("total", "free", "engines", "step", "pool"),
     [
-        (85, 84, None, "0.3", "59.1"),
-        (85, 84, 2, "0.3", "21.8"),
-        (85, 84, 4, "0.1", "2.9"),
-        (24, 23.6, None, "0.1", "5.0"),
+        (85, 84, None, "0.5", "58.9"),
+        (85, 84, 2, "0.5", "21.6"),
+        (85, 84, 4, "0.2", "2.9"),
+        (24, 23.6, None, "0.2", "5.0"),
     ],
 )
 def test_plan_of_a_card_has_the_pool_that_weights_and_step_leave_of_the_share(

@@ -324,7 +324,6 @@ def _graph_bytes(
     """
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.cuda_graphs import count_recordings
-    from loramux.engine.execution.device_sampler import DeviceSampler
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     device, bank = forward.model.device, forward.bank
@@ -339,7 +338,7 @@ def _graph_bytes(
     for buckets in (1, 2):
         runner = GpuRunner.build(
             forward,
-            DeviceSampler((), device),
+            (),
             None,
             limits,
             longest,

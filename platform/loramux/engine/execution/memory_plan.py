@@ -30,9 +30,11 @@ from loramux_adapters.base import BaseDescription, LinearShape
 from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.latent import expansion_elements
 from loramux_adapters.sharding import Sharding
+from loramux_adapters.targets import MAX_ADDED_TOKENS
 from loramux_kernels.tables import RANK_TILE
 
 GB = 1e9
+COUNT_BYTES = 4
 TYPICAL_RANK = 64
 """Rank of the adapters that a memory plan counts."""
 DEFAULT_CPU_POOL = 2 << 30
@@ -303,14 +305,15 @@ class StepMemory:
     per_token: int
     """Bytes of a token: inputs and outputs of the two widest linears together."""
     per_sequence: int
-    """Bytes of a sequence: its logits, also in float32."""
+    """Bytes of a sequence: its logits, also in float32, and the counts of its tokens (`TokenCounts`)."""
 
     @classmethod
     def of(cls, base: BaseDescription, itemsize: int, sharding: Sharding | None = None) -> StepMemory:
         """Return the bytes for a base, or for a rank's share of it, whose elements have `itemsize` bytes."""
         shapes = {name: (shape.out_features, shape.in_features) for name, shape in _linears_of_text(base).items()}
         widest = max(sum(shape if sharding is None else sharding.width(name, *shape)) for name, shape in shapes.items())
-        return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size)
+        counts = base.vocab_size + MAX_ADDED_TOKENS
+        return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size + COUNT_BYTES * counts)
 
     def largest(self, limits: StepLimits) -> int:
         """Return the bytes of the largest step."""

@@ -36,7 +36,6 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import AssembledModel, find_device, load_share
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import max_positions
-from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.runner import PackedStep, StepGraphs, run_forward
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.errors import BaseUnusable
@@ -278,9 +277,9 @@ def _runner(share: AssembledModel, settings: Settings) -> tuple[RunsStep, StepGr
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 
-    sampler, states = DeviceSampler((), forward.bank.pool.device), share.states.num_pages
+    states = share.states.num_pages
     longest = settings.engine.max_model_len or max_positions(forward.model.config)
-    runner = GpuRunner.build(forward, sampler, None, share.limits, longest, share.block_size, states)
+    runner = GpuRunner.build(forward, (), None, share.limits, longest, share.block_size, states)
     return runner.follow, runner.graphs
 
 
