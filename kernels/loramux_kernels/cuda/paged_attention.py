@@ -297,8 +297,7 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
     sees_ahead, has_softcap = attend["row_ends"] is not None, attend["softcap"] is not None
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, sees_ahead, has_softcap)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
-    warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
-    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)
+    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages, programs=ATTENTION_PROGRAMS)
 
 
 @triton.jit
