@@ -442,9 +442,8 @@ def _solve_chunks(
                 system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
         # Later tokens are masked before exp, because exp would overflow for them.
         weight = tl.exp(tl.where(i >= j, reach[:, None] - reach[None, :], _NEVER))
+        found *= weight
         to = (row * HEADS + head)[:, None] * _CHUNK + j
-        # Before the inverse is computed: next to its products, scores would not fit into registers.
-        tl.store(scores + to, found * weight, mask=exists[:, None])
         if IS_DELTA:
             system *= weight * size[:, None]
             system = tl.where(i > j, system, 0.0)
@@ -458,6 +457,7 @@ def _solve_chunks(
             # the columns' step sizes: a row of them, from the diagonal
             sizes = tl.sum(tl.where(i == j, size[:, None], 0.0), axis=0)[None, :]
             tl.store(corrected + to, inverse * sizes, mask=exists[:, None])
+        tl.store(scores + to, found, mask=exists[:, None])
         if tl.load(item + 5) != 0:
             _keep_heads(
                 query, key, value, states, tables + tl.load(item).to(tl.int64) * table_row, page_stride, unit,

@@ -18,8 +18,8 @@ tokens. A tile then reads up to the largest of its rows' ends.
 
 In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first.
 So the tokens that begin a page have a separate launch, before that of the others. Attention widens a key's codes to the
-query's dtype, which is exact, and multiplies the scores with the pages' scales. The scales of values multiply the
-weights. In float16 that could overflow, so there values are multiplied with their scale before they take that dtype.
+query's dtype, which is exact, and multiplies the scores with the pages' scales. Values are multiplied with their scale
+before they take that dtype, because weights times scales could overflow float16.
 
 If values are the first elements of their keys (`KvLayer.has_values_in_keys`), only keys are stored, and a loaded block
 of keys is the block of values too. Keys wider than 256 whose width is no power of two are loaded in two parts, so that
@@ -297,8 +297,9 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
     sees_ahead, has_softcap = attend["row_ends"] is not None, attend["softcap"] is not None
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, sees_ahead, has_softcap)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
-    # ptxas fits wide tiles in FP8 into the same 128 registers only if it is not told so.
-    programs = None if is_fp8 and widest > 256 else ATTENTION_PROGRAMS
+    warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
+    # Without it ptxas spills in some tiles, for a third program that no launch has.
+    programs = ATTENTION_PROGRAMS if widest <= 256 else None
     return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages, programs=programs)
 
 
@@ -491,11 +492,7 @@ def absorb(
             v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
         if value_scales is not None:
             value_scale = tl.load(value_scales + page * value_scale_page, mask=exists, other=1.0)
-            if q.dtype == tl.float16:  # weights times scales could overflow
-                v = (from_e4m3(v) * value_scale[:, None]).to(q.dtype)
-            else:
-                weights *= value_scale[None, :]
-                v = from_e4m3(v).to(q.dtype)
+            v = (from_e4m3(v) * value_scale[:, None]).to(q.dtype)
         sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
         highest = new_highest
     return sums, total, highest

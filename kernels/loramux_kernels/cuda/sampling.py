@@ -118,8 +118,8 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
         "listed": logits.new_empty(rows, BLOCK, dtype=torch.float32),
         "listed_token": logits.new_empty(rows, BLOCK, dtype=torch.int32),
         "BLOCK_CHUNKS": BLOCK_CHUNKS,
-        # Blocks of candidates that a pass reads at once: more would not fit the registers.
-        "UNROLL": 1 if logits.dtype == torch.float32 else 2,
+        # Candidates that a pass reads at once: more would not fit the registers.
+        "PASS_BLOCK": BLOCK if logits.dtype == torch.float32 else 2 * BLOCK,
         "ROUNDS": ROUNDS[logits.dtype],
     }
     scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
@@ -240,7 +240,7 @@ def _finish(
     logits: tl.tensor, chunk_best: tl.tensor, chunk_token: tl.tensor, listed: tl.tensor, listed_token: tl.tensor,
     tokens: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
     seed: tl.tensor, step: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor, chunks: tl.tensor,
-    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, UNROLL: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, PASS_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the winner among a row's chunks; run the whole race if the row excludes tokens."""
     row = tl.program_id(0).to(tl.int64)
@@ -269,12 +269,12 @@ def _finish(
         lowest = tl.full((), 0, tl.uint32)
         if k < vocab:
             wanted = k.to(tl.float32)
-            lowest = threshold(source, values, count, direct, best, heat, lowest, wanted, False, ROUNDS, BLOCK, UNROLL)
-            mass = mass_from(source, values, count, direct, best, heat, lowest, BLOCK, UNROLL)
+            lowest = threshold(source, values, count, direct, best, heat, lowest, wanted, False, ROUNDS, PASS_BLOCK)
+            mass = mass_from(source, values, count, direct, best, heat, lowest, PASS_BLOCK)
         if p < 1.0:
             # Never 0: a mass of 0 would be reached without any token. So the best token always stays.
             target = tl.maximum(p * mass, 1e-30)
-            lowest = threshold(source, values, count, direct, best, heat, lowest, target, True, ROUNDS, BLOCK, UNROLL)
+            lowest = threshold(source, values, count, direct, best, heat, lowest, target, True, ROUNDS, PASS_BLOCK)
         winner = race(
             source,
             values,
@@ -366,7 +366,7 @@ def _holds(
 def threshold(
     source: tl.tensor, values: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor, heat: tl.tensor,
     lowest: tl.tensor, target: tl.tensor,
-    BY_MASS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BY_MASS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the largest key at and above which the number, or the mass, of tokens is at least `target`; at least
     `lowest`."""
@@ -379,7 +379,7 @@ def threshold(
         third = tl.maximum(found + one * 3, lowest)
         firsts = tl.zeros((BLOCK,), tl.float32)
         seconds, thirds = firsts, firsts
-        for start in tl.range(0, tl.maximum(count, direct), BLOCK, loop_unroll_factor=UNROLL):
+        for start in range(0, tl.maximum(count, direct), BLOCK):
             logit, inside = _read(source, values, start, count, direct, BLOCK)
             key = _key(logit)
             size = tl.where(inside, tl.exp((logit - best) / heat), 0.0) if BY_MASS else inside.to(tl.float32)
@@ -398,11 +398,11 @@ def threshold(
 def mass_from(
     source: tl.tensor, values: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor, heat: tl.tensor,
     lowest: tl.tensor,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the mass of the tokens whose keys are at least `lowest`."""
     masses = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, tl.maximum(count, direct), BLOCK, loop_unroll_factor=UNROLL):
+    for start in range(0, tl.maximum(count, direct), BLOCK):
         logit, inside = _read(source, values, start, count, direct, BLOCK)
         masses += tl.where(inside & (_key(logit) >= lowest), tl.exp((logit - best) / heat), 0.0)
     return tl.sum(masses)
