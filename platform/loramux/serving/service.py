@@ -33,7 +33,6 @@ from loramux.engine.messages import (
 )
 from loramux.engine.metrics import SECONDS, Histogram
 from loramux.money.limits.definitions import RateLimitStatus
-from loramux.money.usage.errors import TooManyUnsettled
 from loramux.money.usage.idempotency import StoredAnswer
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import unused
@@ -237,7 +236,7 @@ class CompletionService:
         try:
             outcome = await self._usage.open(opened)
         except LoramuxError as error:
-            if isinstance(error, RecordsUnavailable) and not isinstance(error, TooManyUnsettled):
+            if isinstance(error, RecordsUnavailable):
                 self._usage.unsettled.append(unused(opened.id, "platform"))  # the row may have been committed
             is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
             self.counters.requests["refused" if is_refused else "failed"] += 1

@@ -79,10 +79,12 @@ async def test_start_says_again_what_it_waits_for(
 
 async def test_each_step_of_a_start_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outage that begins while the model loads is waited for, too."""
-    wait = StartWait(settings_for("postgresql://db/records", 0.0).records)
-    assert await wait(failing(0)) == "opened"
-    with pytest.raises(RecordsUnavailable, match="did not answer for 0 s"):
-        await wait(failing(1))
+    monkeypatch.setattr(records_module, "RETRY_SECONDS", 0.2)
+    wait = StartWait(settings_for("postgresql://db/records", 0.5).records)
+    for _ in range(3):  # 0.4 s each
+        assert await wait(failing(2)) == "opened"
+    with pytest.raises(RecordsUnavailable, match=r"did not answer for 0\.5 s"):
+        await wait(failing(9))
 
 
 async def test_error_that_is_no_outage_ends_the_start_at_once(wait: StartWait) -> None:

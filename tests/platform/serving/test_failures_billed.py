@@ -21,7 +21,8 @@ from loramux.engine.client import ENGINE_DIED, EngineDied, OnEvent
 from loramux.engine.messages import EngineCount, EngineFault, Request, TokenEvent
 from loramux.money.usage import group_commit
 from loramux.money.usage import service as usage_service
-from loramux.money.usage.errors import TooManyUnsettled
+from loramux.money.usage.errors import RequestRefused, TooManyUnsettled
+from loramux.money.usage.settlement import Settlement, unused
 from loramux.serving import generation as generations
 from loramux.serving.errors import Draining
 from loramux.serving.generation import Generation
@@ -300,11 +301,39 @@ def test_request_that_the_database_does_not_settle_is_settled_later_unbilled(tmp
         assert await outcome(generation) == "database_unavailable"
         await generation.task
         await asyncio.sleep(0)  # the service notes its end
+        while_settling = []
+
+        async def unavailable_again(_: object) -> None:
+            while_settling.append(made.service.unsettled)
+            raise RecordsUnavailable("the database does not answer")
+
+        made.usage.settle = unavailable_again
         with pytest.raises(RecordsUnavailable):
             await made.usage.settle_late()
+        assert while_settling == [1]  # operators see the request while it is tried
         made.usage.settle = settle
         await made.usage.settle_late()
         assert await ledger(made) == [("failed", (0, 0))]
+
+    in_harness(test, tmp_path)
+
+
+def test_settlement_that_the_database_refuses_is_logged_and_keeps_no_other_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(made: Harness) -> None:
+        settled = []
+
+        async def refuse_first(settlement: Settlement) -> None:
+            if settlement.request_id == "first":
+                raise RequestRefused("a constraint of the ledger")
+            settled.append(settlement.request_id)
+
+        made.usage.settle = refuse_first
+        made.usage.unsettled.extend(unused(id, "platform") for id in ("first", "second"))
+        await made.usage.settle_late()
+        assert (settled, made.service.unsettled) == (["second"], 0)
+        assert "request first could not be settled: a constraint of the ledger" in caplog.text
 
     in_harness(test, tmp_path)
 
@@ -384,7 +413,7 @@ def test_outage_keeps_a_bounded_number_of_settlements_and_drops_none(
 
         writer._commit = fail
         for _ in range(12):
-            with pytest.raises(RecordsUnavailable) as refusal:
+            with pytest.raises((RecordsUnavailable, TooManyUnsettled)) as refusal:
                 await begin(made, ManualEngine())
             assert (refusal.value.status, refusal.value.code) == (503, "database_unavailable")
         assert (made.service.unsettled, len(set(ids))) == (5, 5)

@@ -1,6 +1,7 @@
 """One database, either embedded SQLite or PostgreSQL: its transactions and its locks.
 
-A transaction either reads one snapshot or writes. Locks that are held longer than a transaction are in `leases`.
+A transaction either reads one snapshot or writes; a look-up reads without one. Locks that are held longer than a
+transaction are in `leases`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def parse_url(url: str) -> URL:
         return parsed.set(drivername="sqlite")
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
-    raise UnsupportedUrl(f"records url {parsed!r} is not supported; write sqlite:///PATH or postgresql://...")
+    raise UnsupportedUrl(f"records url {address_of(parsed)} is not supported; write sqlite:///PATH or postgresql://...")
 
 
 def address_of(url: URL) -> str:
@@ -267,7 +268,7 @@ class Database:
         """Open a session for statements that only read and need no common snapshot: usually there is one statement.
 
         On SQLite no transaction is begun and ended. On PostgreSQL the connection's isolation is not changed and
-        restored, which takes as long as a round trip.
+        restored, which takes as long as a round trip. Only SQLite refuses a statement that writes.
         """
         async with self._share(), _transaction(self._finder, self._pool_wait) as session:
             yield session

@@ -17,7 +17,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import URL, Column, Connection, Table, Text, create_engine, event, inspect, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.pool import NullPool
 
 import loramux
@@ -55,7 +55,7 @@ from loramux.data.records.database import (
     set_pragmas,
     sqlite_file,
 )
-from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
+from loramux.data.records.errors import RecordsError, RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 
 METADATA = Base.metadata
 """The metadata of every table. All modules that declare tables are imported above, so that their tables are included.
@@ -104,7 +104,8 @@ def check(url: str) -> None:
         return
     has = "has no tables yet" if current is None else f"is at schema {current}"
     raise SchemaOutOfDate(
-        f"the database {parse_url(url)!r} {has} and this release needs {head}; run: loramux migrate --config FILE"
+        f"the database {address_of(parse_url(url))} {has} and this release needs {head}; "
+        "run: loramux migrate --config FILE"
     )
 
 
@@ -120,7 +121,7 @@ def migrate(url: str) -> str:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RecordsUnavailable(f"the database {parsed!r} cannot be used: {error.strerror}") from None
+            raise RecordsUnavailable(f"the database {address_of(parsed)} cannot be used: {error.strerror}") from None
         _make_private(file)
     if current_revision(url) == (head := head_revision()):
         return head  # the only writer is not locked: other workers of the server write
@@ -173,8 +174,8 @@ def _ensure_floor(connection: Connection, revision: str) -> None:
     floor = connection.scalar(select(FLOOR.c.revision)) if inspect(connection).has_table(FLOOR.name) else None
     if floor is None or floor > head_revision():  # revisions are numbers of four digits
         raise SchemaTooNew(
-            f"the database {connection.engine.url!r} is at schema {revision}, which this release does not know; "
-            "run a loramux at least as new as the one that migrated it"
+            f"the database {address_of(connection.engine.url)} is at schema {revision}, which this release does not "
+            "know; run a loramux at least as new as the one that migrated it"
         )
 
 
@@ -192,6 +193,10 @@ def _connect(url: URL) -> Iterator[Connection]:
         with engine.connect() as connection:
             yield connection
     except DBAPIError as error:
-        raise RecordsUnavailable(f"the database {address_of(url)} cannot be used: {first_line(error)}") from error
+        # A server of databases may come back; a file that is no database, or a right that is missing, stays so.
+        is_outage = is_sqlite or isinstance(error, OperationalError | InterfaceError)
+        kind = RecordsUnavailable if is_outage else RecordsError
+        reason = first_line(error) if is_outage else error.orig  # a step of a migration that fails names the rows
+        raise kind(f"the database {address_of(url)} cannot be used: {reason}") from error
     finally:
         engine.dispose()

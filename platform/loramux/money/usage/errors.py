@@ -6,9 +6,7 @@ UsageError
 ├── IdempotencyMismatch   the key came with another request before: 422
 ├── StillRunning          the key's request has no answer yet: 409
 ├── UnknownRequest        a settlement of a request that was never opened (our own fault: 500)
-└── UsageClosed           the writer is not running
-
-RecordsUnavailable        (of `data.records`)
+├── UsageClosed           the writer is not running
 └── TooManyUnsettled      too many requests wait to be settled: 503
 """
 
@@ -68,5 +66,10 @@ class UsageClosed(UsageError):
     public_message = "This server is shutting down. Please retry in a few seconds."
 
 
-class TooManyUnsettled(RecordsUnavailable):
-    """Too many requests wait to be settled. Unlike after its base, the refused request has no row in the database."""
+class TooManyUnsettled(UsageError):
+    """Too many requests wait to be settled; the refused request has no row in the database."""
+
+    code = RecordsUnavailable.code
+    status = RecordsUnavailable.status
+    retry_after = RecordsUnavailable.retry_after
+    public_message = RecordsUnavailable.public_message

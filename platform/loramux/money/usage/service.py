@@ -7,9 +7,11 @@ day.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -34,6 +36,8 @@ from loramux.money.usage.group_commit import GroupCommit
 from loramux.money.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
 from loramux.money.usage.query import UsagePage, UsageQuery
 from loramux.money.usage.settlement import Settlement, SettlementOutcome, SettlementWriter, UsageOperation, unused
+
+logger = logging.getLogger(__name__)
 
 SUM_BATCH = 1_000
 """Entries that one transaction adds to the daily sums. A settlement on SQLite waits for this transaction, some 10
@@ -146,21 +150,24 @@ class UsageService:
 
     async def settle_late(self) -> None:
         """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if the database still
-        does not accept one of them.
+        does not accept one of them. The log has the settlements that the database refuses.
         """
         while self.unsettled:
-            due = [self.unsettled.popleft() for _ in range(min(len(self.unsettled), SETTLED_TOGETHER))]
+            # They stay in `unsettled` until they are settled, because operators read its length.
+            due = list(islice(self.unsettled, SETTLED_TOGETHER))
             outcomes = await asyncio.gather(*map(self.settle, due), return_exceptions=True)
-            refused = [
-                (settlement, outcome)
-                for settlement, outcome in zip(due, outcomes, strict=True)
+            kept, outage = [], None
+            for settlement, outcome in zip(due, outcomes, strict=True):
+                self.unsettled.popleft()  # meanwhile, others were only appended
+                if isinstance(outcome, RecordsUnavailable):
+                    kept.append(settlement)
+                    outage = outcome
                 # An unknown request's opening was not committed either.
-                if isinstance(outcome, BaseException) and not isinstance(outcome, UnknownRequest)
-            ]
-            kept = [settlement for settlement, outcome in refused if isinstance(outcome, RecordsUnavailable)]
+                elif isinstance(outcome, BaseException) and not isinstance(outcome, UnknownRequest):
+                    logger.error("request %s could not be settled: %s", settlement.request_id, outcome)
             self.unsettled.extendleft(reversed(kept))
-            for _, outcome in refused:
-                raise outcome
+            if outage is not None:
+                raise outage
 
     def _abandon(self, request: OpenedRequest) -> None:
         with suppress(UsageClosed):  # then the sweep at the next start closes the request
