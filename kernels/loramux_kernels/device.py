@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -122,15 +121,6 @@ class SideStream:
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             yield lambda: main.wait_stream(stream)
-
-
-def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `array` `[k, n]` on `device`. Every row begins at a multiple of 16 bytes: for other addresses Triton would
-    compile another variant."""
-    count, step = array.shape[1], 16 // array.itemsize
-    padded = np.zeros((len(array), -(-count // step) * step), dtype=array.dtype)
-    padded[:, :count] = array
-    return to_device(padded, device)[:, :count]
 
 
 def multiplies_in_hardware(dtype: torch.dtype) -> bool:

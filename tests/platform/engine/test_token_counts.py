@@ -27,7 +27,7 @@ def sequence(name: str, prompt: list[int]) -> Sequence:
 
 def counted(counts: TokenCounts, sequences: list[Sequence], drawn: list[int]) -> list[dict[int, int]]:
     """The step before drew `drawn[i]` for `sequences[i]`; return the counts of each sequence that are not zero."""
-    rows = counts.rows_of(sequences)
+    rows = counts.count(sequences)
     own = [i for i, one in enumerate(sequences) if one.token_ids[-1] == PENDING]
     places = [[0] * len(own), own, [rows[sequences[i]] for i in own]]
     pending = torch.tensor(places, dtype=torch.int64)

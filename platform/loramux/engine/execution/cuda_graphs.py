@@ -207,8 +207,8 @@ def or_calls(record: GraphRecorder, *, over_ranks: bool = False) -> GraphRecorde
 class StepEnds:
     """Launches before and after a step's forward, in a recording or out of one.
 
-    Only rank 0 samples, so the other ranks get the tokens that the host does not know from its device: a few bytes, and
-    no state of requests.
+    Only rank 0 samples, so the other ranks get the token ids from its device: a few bytes, and no state of requests. A
+    recording always broadcasts them; other steps only if the host does not know one of them.
     """
 
     def __init__(self, buffers: StepBuffers, sampler: DeviceSampler | None, ranks: Ranks | None) -> None:

@@ -6,9 +6,9 @@ and its number of generated tokens, so a draw depends neither on other rows nor 
 **Inside recorded steps.** A recorded decode step chooses its tokens too: greedily, with temperature, top-k, top-p and
 min-p, under penalties, `logit_bias` and `min_tokens`. All parameters are data at fixed addresses, which the one copy of
 a step fills. A recording chooses a token for as many rows as the copy says: rows that pad its bucket have none. The
-same operators are launched after the forward, on the same parameters, in all other steps: those with a prompt or with
-drafts, and those with a row that a mask (a constraint, `allowed_token_ids`) or more than MAX_TERMS terms steer. There
-the copy gives the recording no row.
+same operators are launched after the forward, on the same parameters, in all other steps: those with a prompt, with
+rows that are only scored or with drafts, and those with a row that a mask (a constraint, `allowed_token_ids`) or more
+than MAX_TERMS terms steer. There the copy gives the recording no row.
 
 The state of a request's sampling is kept on the device from step to step. So the host's work for a step grows with its
 rows, not with their contexts or parameters:
@@ -214,15 +214,18 @@ class DeviceSampler:
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """The latest step's tokens. Recordings read and write them."""
 
-    def stage(self, rows: SampledRows, pending: PendingTokens) -> StagedRows:
-        """Put the rows' parameters into the step's copy, and the places of tokens that the host does not know."""
+    def stage(self, rows: SampledRows, pending: PendingTokens, *, has_scored_rows: bool = False) -> StagedRows:
+        """Put the rows' parameters into the step's copy, and the places of tokens that the host does not know.
+
+        `has_scored_rows`: the step's logits have rows of scored prompts too, which a recorded step would choose for.
+        """
         penalised = {s for s in rows.sequences if _penalties(s.request.sampling) != _NO_PENALTIES}
-        counters = self._counts.rows_of(penalised)
+        counters = self._counts.count(penalised)
         places = self._pending.on_host(3)[:, : len(pending.rows)]
         places[0], places[1] = pending.rows, pending.sources
         places[2] = [counters.get(sequence, -1) for sequence in pending.sequences]
         biased, bias = self._biases.stage(rows)
-        is_recordable = bias is None or bias is self._biases.staged
+        is_recordable = not has_scored_rows and (bias is None or bias is self._biases.staged)
         is_recordable = is_recordable and not any(
             sequence.request.constraint is not None or sequence.request.sampling.allowed_token_ids
             for sequence in rows.sequences
@@ -434,24 +437,36 @@ class TokenCounts:
         self._places: dict[str, _Place] = {}
         self._free = list(range(max_sequences))
 
-    def rows_of(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
-        """Return the row of each sequence, after its tokens are counted.
+    def count(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
+        """Count the new tokens of each sequence, and return its row.
 
         A last token that is PENDING is counted only as `insert_tokens` inserts it into the step's inputs.
         """
         missing = [sequence for sequence in sequences if sequence.id not in self._places]
-        if len(missing) > len(self._free):
-            kept = {sequence.id for sequence in sequences}
-            for name in [name for name in self._places if name not in kept]:
+        if (lacking := len(missing) - len(self._free)) > 0:
+            counted = {sequence.id for sequence in sequences}
+            others = [name for name in self._places if name not in counted]
+            for name in others[:lacking]:  # the oldest; each is counted again from its first token if it returns
                 self.forget(name)
         for sequence in missing:
             place = self._places[sequence.id] = _Place(self._free.pop())
             self.table[place.row].zero_()
+        places, generated = [], []  # of all sequences, because each copy to the device takes as long as a kernel
+        width = self.table.shape[1]
         for sequence in sequences:
             place = self._places[sequence.id]
             if new := sequence.token_ids[place.length :]:
-                self._count(place, new[:-1] if new[-1] == PENDING else new, sequence.num_prompt_tokens)
+                known = new[:-1] if new[-1] == PENDING else new
+                split = max(0, sequence.num_prompt_tokens - place.length)
+                if prompt := known[:split]:
+                    index = to_device(np.array(prompt, dtype=np.int64), self._device)
+                    self.table[place.row].index_fill_(0, index, IN_PROMPT)
+                generated += known[split:]
+                places += [place.row * width] * len(known[split:])
                 place.length = len(sequence.token_ids)
+        if generated:
+            index = to_device(np.array(places, dtype=np.int64) + np.array(generated, dtype=np.int64), self._device)
+            self.table.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
         return {sequence: self._places[sequence.id].row for sequence in sequences}
 
     def forget(self, request_id: str) -> None:
@@ -459,15 +474,9 @@ class TokenCounts:
         if (place := self._places.pop(request_id, None)) is not None:
             self._free.append(place.row)
 
-    def _count(self, place: _Place, tokens: Items[int], num_prompt_tokens: int) -> None:
-        own, split = self.table[place.row], max(0, num_prompt_tokens - place.length)
-        if prompt := tokens[:split]:
-            own.index_fill_(0, to_device(np.array(prompt, dtype=np.int64), self._device), IN_PROMPT)
-        if generated := tokens[split:]:
-            index = to_device(np.array(generated, dtype=np.int64), self._device)
-            own.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
-
+_Terms = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Token ids and values."""
 _Key = tuple[tuple[int, str, bool], ...]
 """Rows that have terms: number, request, and True if its end tokens are forbidden."""
 
@@ -491,8 +500,8 @@ class TokenBiases:
         """Terms that a step's copy sends."""
         self.number = 0
         """The number of terms of the latest step."""
-        self._terms: dict[tuple[str, bool], tuple[list[int], list[float]]] = {}
-        """Token ids and values of a request, if its end tokens are forbidden or not."""
+        self._terms: dict[tuple[str, bool], _Terms] = {}
+        """Terms of a request, if its end tokens are forbidden or not."""
         self._key: _Key = ()
         self._joined: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
         self._long: LogitBias | None = None
@@ -520,21 +529,24 @@ class TokenBiases:
         if any(held):  # another request may have its id and its row
             self._key, self.number, self._long = (), 0, None
 
-    def _terms_of(self, sequence: Sequence, forbids: bool) -> tuple[list[int], list[float]]:
+    def _terms_of(self, sequence: Sequence, forbids: bool) -> _Terms:
         if (sequence.id, forbids) not in self._terms:
             bias = dict(sequence.request.sampling.logit_bias)
             if forbids:
                 ends = forbidden_ends(sequence, sequence.num_output_tokens, self._eos_token_ids)
                 bias |= dict.fromkeys(ends, float("-inf"))
-            self._terms[sequence.id, forbids] = list(bias), list(bias.values())
+            self._terms[sequence.id, forbids] = (
+                np.fromiter(bias, dtype=np.int32, count=len(bias)),
+                np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),
+            )
         return self._terms[sequence.id, forbids]
 
-    def _join(self, key: _Key, terms: list[tuple[list[int], list[float]]]) -> None:
+    def _join(self, key: _Key, terms: list[_Terms]) -> None:
         counts = [len(token_ids) for token_ids, _ in terms]
         self._joined = (
             np.repeat(np.array([row for row, *_ in key], dtype=np.int32), counts),
-            np.array([token_id for token_ids, _ in terms for token_id in token_ids], dtype=np.int32),
-            np.array([value for _, values in terms for value in values], dtype=np.float32),
+            np.concatenate([np.zeros(0, dtype=np.int32), *(token_ids for token_ids, _ in terms)]),
+            np.concatenate([np.zeros(0, dtype=np.float32), *(values for _, values in terms)]),
         )
         self._key, self.number, self._long = key, sum(counts), None
         if self.number > MAX_TERMS:

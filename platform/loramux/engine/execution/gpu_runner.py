@@ -56,6 +56,7 @@ from loramux.engine.execution.runner import (
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
@@ -198,13 +199,16 @@ class GpuRunner:
             effects=self._forward.effects,
             changes_latents=self.bank.changes_latents,
         )
-        if self.team is not None:
-            self.team.run(packed)
         assert self._sampler is not None, "only rank 0 plans steps"
-        rows = self._sampler.stage(SampledRows.of(step.sampling), self._pending(step, packed))
+        rows = self._sampler.stage(
+            SampledRows.of(step.sampling), self._pending(step, packed), has_scored_rows=packed.scored is not None
+        )
+        images = self._forward.step_images(packed, self.image_rows)
         self._forward.keep_hidden(bool(step.pooled))
+        if self.team is not None:
+            self.team.run(packed)  # what may fail on this rank alone comes before: the others would wait for it
         try:
-            logits, is_whole = self._run(packed)
+            logits, is_whole = self._run(packed, images)
         except RuntimeError as error:
             if self.team is None:
                 raise
@@ -220,17 +224,16 @@ class GpuRunner:
     @torch.inference_mode()
     def follow(self, packed: PackedStep) -> None:
         """Enqueue this rank's part of a forward that rank 0 launches too."""
-        self._run(packed)
+        self._run(packed, self._forward.step_images(packed, self.image_rows))
 
     def wait_for(self, tokens: TokensInFlight) -> None:
         """Wait until the host has the tokens, if another rank could keep them from coming."""
         if self.team is not None:
             self.team.wait_until(lambda: tokens.have_arrived)
 
-    def _run(self, packed: PackedStep) -> tuple[torch.Tensor, bool]:
+    def _run(self, packed: PackedStep, images: StepImages | None) -> tuple[torch.Tensor, bool]:
         """Enqueue a forward; return its logits, and True if it was a whole recorded step. All ranks choose the same
         recording, because they have the same adapters in the same slots."""
-        images = self._forward.step_images(packed, self.image_rows)
         inputs = replace(self._buffers.fill(packed), images=images)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loramux.engine.engine import AsyncPipeline, build_engine
+from loramux.engine.execution import gpu_runner
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
     DecoderGraphs,
@@ -32,7 +34,10 @@ from loramux.engine.execution.cuda_graphs import (
     record_calls,
 )
 from loramux.engine.execution.gpu_runner import GpuRunner, warm_up
+from loramux.engine.execution.runner import pack
 from loramux.engine.messages import Constraint, Request, SamplingParams, StepLimits
+from loramux.engine.scheduling import scheduler
+from loramux.engine.scheduling import sequence as sequences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -212,6 +217,27 @@ def test_gpu_engine_drafts_are_verified_in_recorded_steps_and_change_no_answer(z
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
     assert len(of_decoder) + len(whole) == len(steps), "none was launched operator by operator"
     assert len(steps) < 9 + 3, "accepted drafts save steps"
+
+
+def test_gpu_engine_row_that_is_only_scored_gives_no_token_to_its_neighbours(zoo_of, monkeypatch) -> None:
+    """A prompt is scored row by row, before the base's rows in each step: every row is a sequence, as in decoding."""
+    monkeypatch.setattr(scheduler, "StepBuilder", partial(sequences.StepBuilder, scored_left=1))
+    zoo = zoo_of("llama")
+    engine, packed = small_engine(zoo), []
+    monkeypatch.setattr(gpu_runner, "pack", lambda *args, **named: packed.append(pack(*args, **named)) or packed[-1])
+    decoding = [Asked("b0", None, (5, 6, 7), 9), Asked("b1", None, (11, 12), 9)]
+    scored = Asked("s", "plain", (9, 8, 4, 3, 2), 2)
+    tokens: dict[str, list[int]] = {one.name: [] for one in (*decoding, scored)}
+    for one in decoding:
+        engine.submit(to_request(zoo, one))
+    while not engine.is_idle:
+        for event in report.events if (report := engine.step()) else []:
+            if event.token_id is not None:
+                tokens[event.request_id].append(event.token_id)
+        if len(tokens["b0"]) == 1 and len(engine.scheduler.running) == 2:
+            engine.submit(to_request(zoo, scored, prompt_logprobs=1))
+    assert tokens == {one.name: zoo.answer(one) for one in (*decoding, scored)}
+    assert any(step.decodes and step.scored is not None for step in packed)
 
 
 def test_gpu_engine_prompts_alone_replay_no_launch_for_short_segments(zoo_of) -> None:
