@@ -158,7 +158,7 @@ class UsageService:
             outcomes = await asyncio.gather(*map(self.settle, due), return_exceptions=True)
             kept, outage = [], None
             for settlement, outcome in zip(due, outcomes, strict=True):
-                self.unsettled.popleft()  # meanwhile, others were only appended
+                self.unsettled.popleft()  # during the attempt, others were only appended
                 if isinstance(outcome, RecordsUnavailable):
                     kept.append(settlement)
                     outage = outcome
