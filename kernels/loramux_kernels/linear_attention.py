@@ -23,7 +23,9 @@ Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (que
     gated_norm(x, gate, gate first) = y / sqrt(mean(y^2) + eps) * weight, with y = x * silu(gate)
 
 A sequence's state is its matrices and the last `taps` inputs, in pages of the pool (`StateLayer`). A sequence's first
-rows begin with zeros and read nothing from the pool. Matrices and products with them are float32.
+rows begin with zeros and read nothing from the pool. Matrices and products with them are float32. A sequence's drafts
+(`AttentionBatch.draft_lens`) are computed after its other rows, and the state before them is the one that is stored: a
+state that has seen a refused token could not go back.
 """
 
 from __future__ import annotations
@@ -43,19 +45,21 @@ from loramux_kernels.tables import AttentionBatch, StateLayer, StateRows, StateS
 
 
 def linear_attention(rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch) -> torch.Tensor:
-    """Return `[T, heads, Dv]` of the rows' dtype, and store the states after the step.
+    """Return `[T, heads, Dv]` of the rows' dtype, and store the states after the step, or before its drafts.
 
     Rows that are in no sequence of the batch (they pad a recorded step) are undefined, and change no state.
     """
     if runs_triton(rows.value):
         from loramux_kernels.cuda import linear_attention as triton
 
+        assert batch.draft_lens is None, "nothing is drafted over states on a GPU"
         return triton.linear_attention(rows, weights, state, batch)
     out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
     native = native_for(rows.value) if state.shape.taps <= MAX_TAPS else None
     if native is not None and batch.decoding is not None:
         _step_natively(native, rows, weights, state, batch, out)
-    if native is None or len(batch.decoding[0] if batch.decoding else ()) < len(batch.spans):
+    num_decoding = len(batch.decoding[0]) if batch.decoding else 0
+    if native is None or num_decoding < len(batch.spans) or batch.draft_lens is not None:
         _compute(rows, weights, state, batch, out, decodes=native is None)
     return out
 
@@ -84,7 +88,7 @@ def _compute(
     decay, beta = _rates(rows, weights, batch)
     is_delta, key_heads = rows.b is not None, rows.query.shape[1]
     of_step, of_prompt = (gated_delta_step, gated_delta_prompt) if is_delta else (mamba2_step, mamba2_prompt)
-    for own_rows, own_tables, matrices, window in _windows(inputs, state, batch, decodes=decodes):
+    for own_rows, own_tables, matrices, window, is_stored in _windows(inputs, state, batch, decodes=decodes):
         mixed = functional.silu(_convolve(window, weights.kernel, weights.bias))
         if isinstance(own_rows, slice):
             values = _split(mixed[0].T, shape, key_heads, normalises=is_delta)
@@ -96,7 +100,8 @@ def _compute(
         if weights.skip is not None:
             found = found + weights.skip[:, None] * values[2]
         out[own_rows] = found.to(out.dtype)
-        state.write(own_tables, after, window[..., -shape.taps :])
+        if is_stored:
+            state.write(own_tables, after, window[..., -shape.taps :])
 
 
 def _step_natively(
@@ -146,6 +151,7 @@ def short_convolution(
     if runs_triton(x):
         from loramux_kernels.cuda import short_convolution as triton
 
+        assert batch.draft_lens is None, "nothing is drafted over states on a GPU"
         return triton.short_convolution(x, kernel, bias, state, batch)
     return short_convolution_reference(x, kernel, bias, state, batch)
 
@@ -155,34 +161,40 @@ def short_convolution_reference(
 ) -> torch.Tensor:
     """Compute `short_convolution` in torch, on any device and in any floating dtype."""
     out = torch.empty_like(x)
-    for rows, tables, matrices, window in _windows(x, state, batch):
+    for rows, tables, matrices, window, is_stored in _windows(x, state, batch):
         found = _convolve(window, kernel, bias).to(x.dtype)
         out[rows] = found[0].T if isinstance(rows, slice) else found[..., 0]
-        state.write(tables, matrices, window[..., -state.shape.taps :])
+        if is_stored:
+            state.write(tables, matrices, window[..., -state.shape.taps :])
     return out
 
 
-Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]
+Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor, bool]
 
 
 def _windows(
     inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True
 ) -> Iterator[Window]:
-    """Yield rows, state tables, matrices and the convolution's inputs `[n, channels, taps + t]`, of all sequences that
-    decode one row together (rows are a tensor), if `decodes`, then of each other sequence (a slice). `inputs` is
-    `[T, channels]`."""
+    """Yield rows, state tables, matrices, the convolution's inputs `[n, channels, taps + t]`, and whether the states
+    after these rows are to be stored: for all sequences that decode one row together (rows are a tensor), if `decodes`,
+    then for each other sequence (a slice), and for the drafts of each sequence. `inputs` is `[T, channels]`.
+
+    The drafts of a sequence begin with the states that the caller has stored after its other rows.
+    """
     shape, tables = state.shape, batch.state_tables
     assert tables is not None, "a step of a model whose layers keep states has the pages of its states"
     if decodes and batch.decoding is not None:
         single, own = batch.decoding
         matrices, earlier = state.read(own)
-        yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1)
-    for i, (start, stop, context) in enumerate(batch.spans):
-        if stop - start == 1 < context:
-            continue
+        yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1), True
+    for i, ((start, stop, context), (_, end, _)) in enumerate(zip(batch.stored_spans, batch.spans, strict=True)):
         own = tables[i : i + 1]
-        matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
-        yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1)
+        if not stop - start == 1 < context:
+            matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
+            yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1), True
+        if stop < end:
+            matrices, earlier = state.read(own)
+            yield slice(stop, end), own, matrices, torch.cat((earlier, inputs[None, stop:end].mT), dim=-1), False
 
 
 def _rates(rows: StateRows, weights: StateWeights, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -344,12 +344,23 @@ class AttentionBatch:
     activations: torch.Tensor | None = None
     """int32[S], on the host: leading positions of each sequence whose compressed KV is expanded without the adapter of
     its rows. None: of no sequence."""
+    draft_lens: torch.Tensor | None = None
+    """int32[S], on the host: last rows of each sequence that may be refused (drafts). Layers with states store the
+    states before them. None: of no sequence."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """(first query row, one past the last, context length) of each sequence, on the host."""
         rows = self.cu_seqlens.tolist()
         return tuple(zip(rows, rows[1:], self.context_lens.tolist(), strict=False))
+
+    @cached_property
+    def stored_spans(self) -> tuple[tuple[int, int, int], ...]:
+        """`spans` without drafts: the rows after which states are stored."""
+        if self.draft_lens is None:
+            return self.spans
+        found = zip(self.spans, self.draft_lens.tolist(), strict=True)
+        return tuple((start, stop - drafts, context - drafts) for (start, stop, context), drafts in found)
 
     @cached_property
     def prompt_ends(self) -> list[int]:
@@ -394,8 +405,10 @@ class AttentionBatch:
 
     @cached_property
     def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows int64[n] of the sequences that decode one token, and their state tables; None if there are none."""
-        found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
+        """Rows int64[n] of the sequences that decode one token, before its drafts, and their state tables; None if
+        there are none."""
+        spans = enumerate(self.stored_spans)
+        found = [(i, start) for i, (start, stop, context) in spans if stop - start == 1 < context]
         if not found or self.state_tables is None:
             return None
         sequences, rows = torch.tensor(found, device=self.state_tables.device).T
@@ -404,7 +417,7 @@ class AttentionBatch:
     @cached_property
     def decoding_prompts(self) -> torch.Tensor:
         """int64[n], on the host: 1 for each sequence of `decoding` whose row is one of its prompt."""
-        rows = zip(self.spans, self.prompt_ends, strict=True)
+        rows = zip(self.stored_spans, self.prompt_ends, strict=True)
         return torch.tensor([int(start < end) for (start, stop, n), end in rows if stop - start == 1 < n])
 
     @cached_property

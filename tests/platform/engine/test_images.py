@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from preempting import preempting
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loramux.common.settings.serving import ClassDeadlines
+from loramux.common.settings.serving import ClassDeadlines, EngineSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import read_config
@@ -581,7 +581,7 @@ def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytes
     (line,) = (record.message for record in caplog.records if " pool " in record.message)
     assert line.endswith("on all linears, images 0.3 GB")
     config, base = read_config(zoo.zoo.base), describe_base(zoo.zoo.base)
-    plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, 16)
+    plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, EngineSettings(block_size=16))
     parameters = loaded.runner._forward.model.named_parameters()
     tower = 4 * sum(part.numel() for name, part in parameters if reads_other_inputs(name))
     assert tower > 0

@@ -84,6 +84,20 @@ class StepGraphs(NamedTuple):
     """Recordings that are calls, because no graph could be made: such steps are slower."""
 
 
+class StepFollower(Protocol):
+    """A reader of each step's hidden states."""
+
+    def follow(
+        self,
+        step: Step,
+        packed: PackedStep,
+        images: StepImages | None,
+        hidden: torch.Tensor,
+        sampled: Iterable[TokenEvent],
+    ) -> None:
+        """Read a step's hidden states after the last norm, `[T, hidden]`; `sampled` are the events of its tokens."""
+
+
 class Runner(Protocol):
     """Starts steps, in order."""
 
@@ -147,6 +161,8 @@ class PackedStep:
     """int32[T]; one past the last position that each row sees. None: each row sees up to itself."""
     activations: Ints | None = None
     """int32[S]; see `AttentionBatch`. None: 0 for each chunk."""
+    draft_lens: Ints | None = None
+    """int32[S]; see `AttentionBatch`. None: no layer keeps states, or nothing is drafted."""
 
     @property
     def decodes(self) -> bool:
@@ -246,7 +262,14 @@ def pack(
         page_changes=None if block_tables is None else block_tables.take_changes(),
         row_ends=row_ends(positions, images) if images and effects.sees_ahead else None,
         activations=None if changes_latents is None else _activations(chunks, changes_latents),
+        draft_lens=_draft_lens(chunks) if state_pages else None,
     )
+
+
+def _draft_lens(chunks: Sequence[Chunk]) -> Ints | None:
+    """Return the number of each chunk's drafts; None if there are none."""
+    found = np.array([len(chunk.drafts) for chunk in chunks], dtype=np.int32)
+    return found if found.any() else None
 
 
 def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Ints) -> Ints | None:
@@ -597,6 +620,7 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         block_table=torch.from_numpy(packed.block_table),
         slot_mapping=torch.from_numpy(packed.slot_mapping),
         state_tables=torch.from_numpy(packed.state_tables),
+        draft_lens=None if packed.draft_lens is None else torch.from_numpy(packed.draft_lens),
         prompt_lens=torch.from_numpy(packed.prompt_lens),
         row_ends=None if packed.row_ends is None else torch.from_numpy(packed.row_ends),
         activations=None if packed.activations is None else torch.from_numpy(packed.activations),
@@ -627,9 +651,11 @@ class CpuRunner:
         block_size: int,
         state_pages: int = 0,
         team: OtherRanks | None = None,
+        follower: StepFollower | None = None,
     ) -> None:
         """`team`: the other ranks, which run each step's forward too."""
         self.bank = forward.bank
+        self._follower = follower
         self._team = team
         self._sampler = sampler
         self._pooler = Pooler(forward.bank.classifier_of)
@@ -655,10 +681,14 @@ class CpuRunner:
         if self._team is not None:
             self._team.run(packed, images)
         masks = self._start_masks(step.sampling)
-        self._forward.keep_hidden(bool(step.pooled))
+        keeps_hidden = bool(step.pooled) or self._follower is not None
+        self._forward.keep_hidden(keeps_hidden)
         logits, scores = split_scored(self._run(packed, images), packed.scored)
-        pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
+        hidden = self._forward.take_hidden() if keeps_hidden else logits[:0]
+        pooled = self._pooler.pool(hidden, step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
+        if self._follower is not None:
+            self._follower.follow(step, packed, images, hidden, events)
         return CompletedStep(events, scores, pooled)
 
     def forget(self, request_id: str) -> None:
