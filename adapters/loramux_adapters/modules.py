@@ -22,6 +22,7 @@ from loramux_adapters.experts import ExpertRouter, Experts, GroupedExperts, inst
 from loramux_adapters.families import LATENT_EXPANSION, NormForm, reads_other_inputs
 from loramux_adapters.latent import LatentLinear, expands_latents
 from loramux_adapters.ranks import Ranks, Shard
+from loramux_adapters.sharding import is_held_by
 from loramux_kernels.decoder_layer import LayerLinear
 from loramux_kernels.device import runs_triton
 from loramux_kernels.format_choice import LinearsShape
@@ -367,8 +368,9 @@ def install_linears(
     memory.
     """
     known = {}
-    sites = {name: site for name, site in bank.sites.items() if not is_expert(name)}
-    for name in filter(reads_other_inputs, bank.sites):
+    rank = 0 if shard is None else shard.ranks.rank
+    sites = {name: site for name, site in bank.sites.items() if not is_expert(name) and is_held_by(rank, name)}
+    for name in list(filter(reads_other_inputs, sites)):
         if isinstance(linear := model.get_submodule(name), nn.Linear):
             # Not the module itself: while an image is computed, its hooks add another adapter's changes (`tower`).
             known[name] = base_linear(linear, linear.forward, slice(None))

@@ -19,6 +19,7 @@ bytes to the data that a step sends. Parts for the embedding and the head are wh
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +120,10 @@ class Ranks:
         if self.rank == 0:
             self.bytes_sent += x.nbytes
         return x
+
+    def first(self, value: int) -> int:
+        """Return rank 0's value. Waits for the device."""
+        return self.least(value if self.rank == 0 else sys.maxsize)
 
     def least(self, value: int) -> int:
         """Return the least of the ranks' values. Waits for the device."""

@@ -211,6 +211,11 @@ class Sharding:
         return self._rules.get(attribute, WHOLE)
 
 
+def is_held_by(rank: int, name: str) -> bool:
+    """Return whether `rank` has the module or the tensor `name`. Rank 0 alone has those that read images or sound."""
+    return rank == 0 or not reads_other_inputs(name)
+
+
 def _attribute(name: str) -> str:
     """Return the last part of the name of a module or tensor, with `experts.` before that of stacked experts."""
     name = re.sub(r"(\.weight|\.bias|(?<=proj)_bias)$", "", name)

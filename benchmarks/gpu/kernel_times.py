@@ -171,9 +171,14 @@ def _sampling(bench: Bench) -> None:
             min_p=torch.zeros_like(ones),
             seed=torch.arange(rows, device=logits.device),
             step=torch.zeros_like(ones, dtype=torch.int32),
+            num_rows=torch.full_like(ones[:1], rows, dtype=torch.int32),
+            is_steered=torch.zeros_like(ones, dtype=torch.int32),
         )
-        agreed = (sample(logits, batch) == sample_reference(logits, batch)).float().mean().item()
+        tokens, wanted = torch.zeros(2, rows, dtype=torch.int64, device=logits.device)
+        sample(logits, batch, tokens)
+        sample_reference(logits, batch, wanted)
+        agreed = (tokens == wanted).float().mean().item()
         if agreed < 0.95:  # rounding decides a draw now and then
             raise WrongResult(f"sampling, {kind}: {agreed:.0%} of the tokens are the reference's")
         work = Work(logits.numel() * logits.element_size())
-        bench.measure("Sampling", {"rows": rows, "kind": kind}, work, lambda b=batch: sample(logits, b))
+        bench.measure("Sampling", {"rows": rows, "kind": kind}, work, lambda b=batch, t=tokens: sample(logits, b, t))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loramux_kernels.native.loader import multiplies_bf16_pairs
+from loramux_kernels.native.loader import bf16_unit
 
 LARGE_PAGE = 2 << 20
 
@@ -137,7 +137,7 @@ def multiplies_in_hardware(dtype: torch.dtype) -> bool:
     """Return whether this processor has instructions for matrix products of `dtype` and need not emulate them."""
     if dtype == torch.bfloat16:
         is_reported = any(map(_torch_reports, ("amx_tile", "avx512_bf16")))
-        return is_reported or multiplies_bf16_pairs() or _has_arm_feature("bf16")
+        return is_reported or bf16_unit() > 0 or _has_arm_feature("bf16")
     if dtype == torch.float16:
         return _torch_reports("amx_fp16") or _has_arm_feature("fphp")
     return True

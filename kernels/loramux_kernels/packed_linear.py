@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from loramux_kernels.device import runs_triton, zeros_in_large_pages
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi, LayerLinearAbi
-from loramux_kernels.native.loader import multiplies_bf16_pairs, native_for, native_library
+from loramux_kernels.native.loader import bf16_unit, native_for, native_library
 from loramux_kernels.quantized_weight import (
     MIN_GROUP,
     TABLES,
@@ -127,9 +127,9 @@ class Panels:
 
     @staticmethod
     def holds(weight: torch.Tensor) -> bool:
-        """Return whether the C++ operators serve this dtype. bf16 needs the processor's dot products of pairs."""
+        """Return whether the C++ operators serve this dtype. bf16 needs the processor's products, and whole units."""
         if weight.dtype == torch.bfloat16:
-            return weight.device.type == "cpu" and multiplies_bf16_pairs() and weight.shape[1] % 2 == 0
+            return weight.device.type == "cpu" and bf16_unit() > 0 and weight.shape[1] % bf16_unit() == 0
         return weight.dtype == torch.float32 and native_for(weight) is not None
 
     def abi(self) -> LayerLinearAbi:

@@ -3,7 +3,8 @@
 Semantics:
 
     forbid_tokens   logits[rows[m], t] = -inf if bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
-    sample          token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s]))
+    sample          tokens[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / heat[s])), or
+                    NO_TOKEN if steered[s] holds NaN, +inf, or -inf alone; heat: temperature, s: a row below num_rows
     draw_tokens     token[i] drawn from softmax(kept(logits[row(i)] / temperature(i)))
 
 `steered` is the logits after penalties and bias; `kept` leaves the tokens that top_k, then top_p, then min_p allow.
@@ -25,7 +26,7 @@ import torch
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native.abi import DTYPES, DrawAbi
 from loramux_kernels.native.loader import native_for
-from loramux_kernels.tables import SamplingBatch
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, SamplingBatch
 
 WORD_BITS = 32
 """Tokens in one word of a mask."""
@@ -64,41 +65,54 @@ def forbid_tokens_reference(logits: torch.Tensor, rows: torch.Tensor, words: tor
         logits[row, len(allowed) :] = _NEVER
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return one token for each row of `logits` `[S, vocab]`, any float dtype: int64[S]; sums are taken in float32."""
+def sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor) -> None:
+    """Choose a token for each of the first `num_rows` rows of `logits` `[S, vocab]`, any float dtype, which are not
+    changed.
+
+    The result is in `tokens`, int64[S]; its other rows are not changed. Sums are taken in float32.
+    """
     if runs_triton(logits):
         from loramux_kernels.cuda import sampling as triton
 
-        return triton.sample(logits, batch)
-    return sample_reference(logits, batch)
+        triton.sample(logits, batch, tokens)
+    else:
+        sample_reference(logits, batch, tokens)
 
 
-def sample_reference(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def sample_reference(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor) -> None:
     """Compute `sample` in torch, on any device."""
     steered = steer(logits.float(), batch)
     greedy = batch.temperature == 0
+    best = steered.amax(dim=-1, keepdim=True)  # NaN wins over every number
     # Differences from the best are at most 0, so the division can only overflow to -inf.
-    scaled = (steered - steered.amax(dim=-1, keepdim=True)) / torch.where(greedy, 1.0, batch.temperature)[:, None]
+    scaled = (steered - best) / torch.where(greedy, 1.0, batch.temperature)[:, None]
     scores = exclude(scaled, batch) - arrival_times(batch.seed, batch.step, logits.shape[1]).log()
-    return torch.where(greedy[:, None], steered, scores).argmax(dim=-1)
+    chosen = torch.where(greedy[:, None], steered, scores).argmax(dim=-1)
+    is_chosen = torch.arange(len(tokens), device=tokens.device) < batch.num_rows
+    chosen = torch.where(best[:, 0].isfinite(), chosen, NO_TOKEN)
+    tokens.copy_(torch.where(is_chosen, chosen, tokens))
 
 
 def steer(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply penalties and bias to float32 logits `[S, vocab]`, in a new tensor; the result is never +inf."""
-    logits = logits.clone()
+    """Apply penalties and bias to float32 logits `[S, vocab]`, in a new tensor. NaN and +inf stay; a finite logit stays
+    below +inf."""
+    before, vocab = logits, logits.shape[1]
     if (p := batch.penalties) is not None:
-        counts = torch.zeros(2, *logits.shape, device=logits.device)
-        places = (p.generated.long(), p.rows.long(), p.token_ids.long())
-        counts.index_put_(places, torch.ones_like(p.rows, dtype=torch.float32), accumulate=True)
-        seen, written = counts.amax(dim=0) > 0, counts[1]
-        repetition = p.repetition[:, None]
-        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-        logits -= p.frequency[:, None] * written + p.presence[:, None] * (written > 0)
-        logits.clamp_(max=_LARGEST)
+        counts = p.counts[p.counters.clamp(min=0).long(), :vocab].masked_fill(p.counters[:, None] < 0, 0)
+        if p.drafts is not None:
+            rows, places = (p.drafts >= 0).nonzero(as_tuple=True)
+            drafted = p.drafts[rows, places]
+            counts = counts.index_put((rows, drafted.long()), torch.ones_like(drafted), accumulate=True)
+        written, repetition = counts & (IN_PROMPT - 1), p.repetition[:, None]
+        changed = torch.where(logits > 0, logits / repetition, logits * repetition)
+        changed = changed - p.frequency[:, None] * written - p.presence[:, None] * (written > 0)
+        logits = torch.where(counts != 0, changed.clamp(max=_LARGEST), logits)
     if (b := batch.bias) is not None:
-        logits.index_put_((b.rows.long(), b.token_ids.long()), b.values, accumulate=True)
-        logits.clamp_(max=_LARGEST)
-    return logits
+        is_term = (torch.arange(len(b.rows), device=b.rows.device) < b.number) & (b.rows < batch.num_rows)
+        is_term &= b.token_ids < vocab
+        terms = b.rows[is_term].long(), b.token_ids[is_term].long()
+        logits = logits.index_put(terms, b.values[is_term], accumulate=True).clamp(max=_LARGEST)
+    return torch.where(before < float("inf"), logits, before)
 
 
 def exclude(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

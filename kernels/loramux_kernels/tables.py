@@ -563,16 +563,21 @@ class StateWeights:
         return self.limits[0] > 0.0 or self.limits[1] < NO_LIMITS[1]
 
 
+NO_TOKEN = -2
+"""Result for a row that has no token to choose. No token has this id."""
+
+IN_PROMPT = 1 << 30
+"""Bit of a token's count that says that the prompt has the token; the lower bits count how often it was generated."""
+
+
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """Tokens that requests have read and generated, and the penalties on them; S rows of logits, N tokens."""
+    """Counts of the tokens that sequences have read and generated, and the penalties on them; S rows of logits."""
 
-    rows: torch.Tensor
-    """int32[N]: the row of logits that a token counts for."""
-    token_ids: torch.Tensor
-    """int32[N]"""
-    generated: torch.Tensor
-    """bool[N]: True if the model generated the token, False if it is a token of the prompt."""
+    counts: torch.Tensor
+    """int32[sequences, at least vocab]: the number of times that a sequence generated a token, with IN_PROMPT."""
+    counters: torch.Tensor
+    """int32[S]: each row's row of `counts`; -1 for a row without penalties."""
     repetition: torch.Tensor
     """float32[S]; 1 for no penalty. Logits of seen tokens are divided by it if they are above 0, and otherwise
     multiplied (Keskar et al., 2019).
@@ -583,6 +588,8 @@ class Penalties:
     """float32[S]; 0 for no penalty. The penalty is subtracted from a generated token's logit, once for each time it was
     generated.
     """
+    drafts: torch.Tensor | None = None
+    """int32[S, D]: drafted tokens that a row follows in addition, filled up with -1. They count as generated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -592,15 +599,25 @@ class LogitBias:
     rows: torch.Tensor
     """int32[M]"""
     token_ids: torch.Tensor
-    """int32[M]"""
+    """int32[M]; tokens outside the vocabulary are left out."""
     values: torch.Tensor
     """float32[M]"""
+    number: torch.Tensor
+    """int32[1]: the number of terms. Those after them have no meaning."""
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """Sampling parameters; each tensor has one number per row of logits."""
+    """Sampling parameters; each tensor has one number per row of logits.
 
+    A CUDA graph holds the tensors' addresses and their largest number of rows. So the number of rows is data too, and
+    penalties and bias are there for rows that do not ask for them.
+    """
+
+    num_rows: torch.Tensor
+    """int32[1]: rows that a token is chosen for. The numbers of the rows after them have no meaning."""
+    is_steered: torch.Tensor
+    """int32[S]; 0 if neither penalties nor bias change the row's logits."""
     temperature: torch.Tensor
     """float32[S]; 0 takes the most likely token, among equal tokens the first."""
     top_k: torch.Tensor
@@ -616,4 +633,5 @@ class SamplingBatch:
     step: torch.Tensor
     """int32[S]: number of tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
     penalties: Penalties | None = None
+    """None if no row is steered."""
     bias: LogitBias | None = None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from front import CALLS, KINDS, MODEL_PATH, measure, measure_calls, parts, site
+from request_parts import PARTS
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,16 @@ def test_every_kind_is_measured(running, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_every_call_is_measured(running, kind: str) -> None:
-    assert measure_calls(running, kind, 2, 1)["us_per_request"] > 0
+    row = measure_calls(running, kind, 2, 1)
+    assert row["us_per_request"] > 0
+    assert row["requests_per_s"] > 0
+
+
+def test_parts_of_a_request_are_timed(tmp_path: Path) -> None:
+    with site(MODEL_PATH, tmp_path / "site", workers=1, has_parts=True) as at:
+        row = measure_calls(at, "adapter", 2, 1)
+    assert row["parts_us"].keys() == PARTS.keys()
+    assert sum(row["parts_us"].values()) > 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].stream])

@@ -51,8 +51,8 @@ def test_operators_are_right_on_a_narrower_processor_and_of_another_compiler(com
 
 
 @pytest.mark.parametrize("command", ["g++", "clang++"])
-@pytest.mark.parametrize("operator", ["linear", "attention", "lora"])
-def test_sums_stay_in_registers(operator, command, tmp_path):
+@pytest.mark.parametrize(("operator", "most"), [("linear", 1.6), ("attention", 4), ("lora", 4)])
+def test_sums_stay_in_registers(operator, most, command, tmp_path):
     """GCC keeps what does not fit a register in memory: there, it stored 6 to 18 vectors for each multiplication."""
     if shutil.which(command) is None:
         pytest.skip(f"there is no {command} here")
@@ -64,7 +64,7 @@ def test_sums_stay_in_registers(operator, command, tmp_path):
     multiplications = sum(bool(re.search(r"\bvfn?m(add|sub)\d+ps\b.*%ymm", line)) for line in lines)
     stores = sum(bool(re.search(r"\bvmov\w+\s+%[xy]mm\d+, [^%]", line)) for line in lines)
     assert multiplications > 100
-    assert stores < 4 * multiplications
+    assert stores < most * multiplications
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_packed_linear_of_ragged_shapes_equals_the_reference(dtype, rows, in_fea
 @pytest.mark.parametrize("form", FORMATS.values())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_linear_every_form_equals_the_reference(dtype, form):
-    if not form.holds(torch.empty(2, 2, dtype=dtype)):
+    if not form.holds(torch.empty(4, 4, dtype=dtype)):
         pytest.skip("panels of bf16 need a processor that multiplies pairs; oneDNN packs bf16 alone, with AVX-512")
     weights, biases = weights_of(dtype, 64, (96, 32), with_bias=True)
     linear = PackedLinear(weights, biases, form=form)
@@ -91,7 +91,7 @@ def test_packed_linear_takes_rows_with_a_stride():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
     """Bit for bit: decoding alone, decoding in company, and prefill."""
-    if choose_format(torch.zeros(2, 2, dtype=dtype)) is not packed_linear.Panels:
+    if choose_format(torch.zeros(4, 4, dtype=dtype)) is not packed_linear.Panels:
         pytest.skip("this processor multiplies no pairs of bf16")
     torch.set_num_threads(threads)
     weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)

@@ -20,3 +20,7 @@ def test_uploads_end_and_serve_the_bytes_that_were_sent(chunk: int, template: Te
 def test_upload_whose_client_left_ends_although_its_checks_are_never_possible(template: Template) -> None:
     """The checking process of this seed dies in each of the attempts, the last of them a minute after the first."""
     assert not failing_seeds([3275], template, PlatformWorld)
+
+
+def test_server_that_starts_during_an_outage_of_its_database_serves_after_it(template: Template) -> None:
+    assert not failing_seeds([3889], template, PlatformWorld)

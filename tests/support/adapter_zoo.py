@@ -605,18 +605,23 @@ def load(
 
 
 def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | None = None) -> dict[str, list[int]]:
+    """Run the requests to their ends; see `run`."""
+    return run(engine, [to_request(zoo, one) for one in asked], arrivals)
+
+
+def run(engine: Engine, requests: list[Request], arrivals: list[int] | None = None) -> dict[str, list[int]]:
     """Run the requests to their ends, the i-th arriving before step `arrivals[i]`; returns their tokens.
 
     A load takes as many steps as it has parts, however slow the machine is: each part ends before the next step.
     """
-    arrivals = arrivals or [0] * len(asked)
-    tokens: dict[str, list[int]] = {a.name: [] for a in asked}
+    arrivals = arrivals or [0] * len(requests)
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
     ended: set[str] = set()
     turn = 0
-    while len(ended) < len(asked):
-        for request, arrival in zip(asked, arrivals, strict=True):
+    while len(ended) < len(requests):
+        for request, arrival in zip(requests, arrivals, strict=True):
             if arrival == turn:
-                engine.submit(to_request(zoo, request))
+                engine.submit(request)
         known = engine.scheduler.memory.residency._known.values()
         loads: list[Any] = [one.pending for one in known if one.pending is not None]
         wait(loads, timeout=5.0)

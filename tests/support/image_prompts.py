@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from adapter_zoo import Asked, Zoo, to_request
+from adapter_zoo import Asked, Zoo, run, to_request
 from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -176,23 +176,8 @@ class ImageZoo:
 
 
 def serve(zoo: ImageZoo, engine: Engine, asked: list[Any], arrivals: list[int] | None = None) -> dict[str, list[int]]:
-    """Run the requests to their ends; the i-th arrives before step `arrivals[i]`."""
-    tokens: dict[str, list[int]] = {one.name: [] for one in asked}
-    waiting = sorted(zip(arrivals or [0] * len(asked), range(len(asked)), asked, strict=True))
-    open_requests = set(tokens)
-    turn = 0
-    while open_requests:
-        while waiting and waiting[0][0] <= turn:
-            engine.submit(zoo.request(waiting.pop(0)[2]))
-        report = engine.step()
-        turn += 1
-        for event in report.events if report else []:
-            assert event.finish_reason != "error", event.fault
-            if event.token_id is not None:
-                tokens[event.request_id].append(event.token_id)
-            if event.finish_reason:
-                open_requests.discard(event.request_id)
-    return tokens
+    """Run the requests to their ends; see `run`."""
+    return run(engine, [zoo.request(one) for one in asked], arrivals)
 
 
 def mixed_prompts(count: int) -> list[Pictured | Asked]:

@@ -15,5 +15,5 @@ def recorded(runner: GpuRunner, record: GraphRecorder) -> tuple[DecodeGraphs, De
     with torch.inference_mode():
         logits = forward(buffers.padded(1), None)
         attention = ReservedAttention(runner._decoder_graphs._attention.shapes, buffers)
-        whole = DecodeGraphs(forward, buffers, attention, record, logits)
+        whole = DecodeGraphs(forward, buffers, attention, record, logits, runner._ends)
         return whole, DecoderGraphs(forward, buffers, attention, record, hidden_size)

@@ -177,7 +177,8 @@ class Harness:
         state_pages: int = 0,
         token_context: float = math.inf,
     ) -> None:
-        """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
+        """`pace`: seconds of a step and of each token in it; a prompt's attention takes what the limits say. Without a
+        pace the clock ticks whenever it is read."""
         self.pace = pace
         self.store = ManualStore({"a": 2, "b": 3, "c": 2, "huge": 100, "switched": 2}, {"switched": INVOCATION})
         self.pool = PagePool(num_pages)
@@ -258,7 +259,9 @@ class Harness:
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.state.limits.max_num_batched_tokens
         assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
         if self.pace:
-            self.time += self.pace[0] + self.pace[1] * sum(chunk.length for chunk in step.chunks)
+            tokens = sum(chunk.length for chunk in step.chunks)
+            pairs = sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in step.chunks if chunk.length > 1)
+            self.time += self.pace[0] + self.pace[1] * (tokens + pairs / self.scheduler.state.limits.token_context)
         if self.oracle:
             self.oracle.run(step)
         sampled = answer(step, self.choose)

@@ -199,7 +199,7 @@ def migrate(config: Path, as_json: bool) -> None:
     Example:
       loramux migrate --config configs/production.toml
     """
-    from loramux.server.platform import migrate as migrate_database
+    from loramux.server.records import migrate as migrate_database
 
     revision = migrate_database(load_settings(config))
     put(as_json, {"revision": revision}, f"The database has schema {revision}.")

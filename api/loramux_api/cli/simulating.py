@@ -21,7 +21,7 @@ from loramux.simulator.profiles import read_profile
 from loramux.simulator.report import SimulationReport, plot_report
 from loramux.simulator.scenario import Scenario, load_scenario, model_of, scenario_names, scenario_of
 from loramux.simulator.simulation import Simulation
-from loramux.simulator.traffic import arrivals_of_log, read_log
+from loramux.simulator.traffic import LoggedRequest, arrivals_of_log, read_log
 from loramux_api.cli.common import json_option, note, put
 from loramux_api.cli.workloads import Milliseconds, save_workload, usage_log, workload_options
 
@@ -95,30 +95,37 @@ def simulate(  # noqa: PLR0913, PLR0917 - one for each option
     if chosen is None and log is None:
         put(as_json, scenario_names(), "\n".join(["Shipped scenarios:", *scenario_names()]))
         return
-    devices = _devices(profile, gpu, model)
-    if log is not None:
-        data = msgspec.to_builtins(describe_log(log)) | devices
-        loaded, arrivals = (
-            scenario_of(data, str(workload or f"--from-usage {from_usage}"), overrides),
-            arrivals_of_log(log),
-        )
-    else:
-        loaded, arrivals = load_scenario(str(chosen), overrides, devices), None
+    source = str(chosen or f"--from-usage {from_usage}")
+    loaded = _scenario(source, log, overrides, _devices(profile, gpu, model))
     if compare:
-        goals = None
-        if ttft_ms or itl_ms:
-            goals = Goals(ttft_ms=ttft_ms or math.inf, itl_ms=itl_ms or math.inf)
-        compared = compare_routings(loaded, goals, on_simulation=partial(_note_simulation, as_json))
-        put(as_json, compared, _comparison_text(loaded, compared))
+        _compare(loaded, ttft_ms, itl_ms, as_json)
         return
     if ttft_ms or itl_ms:
         raise click.UsageError("--ttft-ms and --itl-ms find a load for each routing; add --compare")
-    simulation = Simulation(loaded, arrivals)
+    simulation = Simulation(loaded, None if log is None else arrivals_of_log(log))
     report = _simulate(simulation)
     if plot is not None:
         plot_report(simulation.timeline, loaded.description, plot)
         note(as_json, f"The plot is in {plot}.")
     put(as_json, report, _report_text(loaded, report))
+
+
+def _scenario(
+    source: str, log: Sequence[LoggedRequest] | None, overrides: tuple[str, ...], devices: dict[str, Any]
+) -> Scenario:
+    """Return the scenario of the name or file `source`, or of a log that was read from there."""
+    if log is None:
+        return load_scenario(source, overrides, devices)
+    return scenario_of(msgspec.to_builtins(describe_log(log)) | devices, source, overrides)
+
+
+def _compare(loaded: Scenario, ttft_ms: float | None, itl_ms: float | None, as_json: bool) -> None:
+    """Run every routing, and put their figures side by side."""
+    goals = None
+    if ttft_ms or itl_ms:
+        goals = Goals(ttft_ms=ttft_ms or math.inf, itl_ms=itl_ms or math.inf)
+    compared = compare_routings(loaded, goals, on_simulation=partial(_note_simulation, as_json))
+    put(as_json, compared, _comparison_text(loaded, compared))
 
 
 def _devices(profile: str | None, gpu: str | None, model: str | None) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Semantics:
 
     forbid_tokens   logits[rows[m], t] = -inf if bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
-    sample          token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s]))
+    sample          tokens[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / heat[s])), or
+                    NO_TOKEN if steered[s] holds NaN, +inf, or -inf alone; heat: temperature, s: a row below num_rows
 
 The vocabulary is never sorted. One pass over it, shared by all programs, finds each row's greatest logit, and the
 row's winner if all tokens are allowed. If a row excludes tokens (top-k, top-p or min-p), one program finishes it. The
@@ -12,9 +13,11 @@ finds each threshold by its bits, two at a time: a pass over the candidates comp
 pass keeps a sum for each place in a block and adds these once at its end, because the warps of a program wait for each
 other whenever they add something together.
 
-Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. They touch only the tokens
-that requests have read, generated or biased. One launch counts them. In the next, the first program that takes a
-counter applies it and sets it to zero: each (row, token) is changed once, in whatever order the programs run.
+Penalties and bias come first (`prepare_steer`), on a float32 copy of the logits of the rows that ask for them. The
+counts of a sequence's tokens are kept on the device (`Penalties`), so no launch reads a history.
+
+A CUDA graph holds all five launches. Programs of rows that do not ask for penalties or bias, and of rows that only pad,
+end at once.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import triton
 import triton.language as tl
 
 from loramux_kernels.cuda.launch import Launch, run_all
-from loramux_kernels.tables import SamplingBatch
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, SamplingBatch
 
 BLOCK = 4096
 """Tokens that a program holds at once, and the most tokens that a row may list."""
@@ -36,14 +39,17 @@ kernel: adapters with more tokens than the base then need no compilation."""
 ROUNDS = {torch.float32: 16, torch.float16: 10, torch.bfloat16: 8}
 """Rounds that find a threshold, two bits each: the further bits of a logit in float32 are those of its sign."""
 
-PAIRS = 1024
-"""Number of (row, token) pairs of penalties or bias that a program takes."""
+TERMS = 1024
+"""Number of terms of a bias that a program takes."""
 
 _NEVER = tl.constexpr(float("-inf"))
+_INFINITE = tl.constexpr(float("inf"))
+_NOT_A_NUMBER = tl.constexpr(float("nan"))
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-_NO_TOKEN = tl.constexpr(2**31 - 1)
-_PROMPT = tl.constexpr(1 << 30)
-"""Bit of a token's counter that says that the prompt has the token; the lower bits count how often it was generated."""
+_LAST = tl.constexpr(2**31 - 1)
+"""A number after every token."""
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 
 def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
@@ -85,30 +91,28 @@ def _forbid(
     tl.store(logits + row * logits_stride + token, never, mask=(token < vocab) & (is_allowed == 0))
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return one token for each row of `logits` `[S, vocab]`: int64[S]. Arguments as for the public operator, on a
-    GPU."""
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+def sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor) -> None:
+    """Put a token for each row of `logits` into `tokens`. Arguments as for the public operator, on a GPU."""
     run_all(prepare_sample(logits, batch, tokens))
-    return tokens
 
 
 def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor) -> list[Launch]:
     """Return the launches that fill `tokens` int64[S]; none of them changes `logits`."""
     assert logits.stride(1) == 1, "rows of logits are contiguous"
-    launches = []
-    if batch.penalties is not None or batch.bias is not None:
-        logits = logits.to(torch.float32, copy=True)
-        launches += prepare_steer(logits, batch)
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, BLOCK)
+    chunk_best = logits.new_empty(rows, chunks, dtype=torch.float32)
+    may_steer = batch.penalties is not None
+    # Rows as far apart as those of `logits`. If no row is steered, it is not read.
+    steered = logits.new_empty(rows, logits.stride(0), dtype=torch.float32) if may_steer else chunk_best
     shared = {
-        "logits": logits,
         "logits_stride": logits.stride(0),
         "vocab": vocab,
-        "chunk_best": logits.new_empty(rows, chunks, dtype=torch.float32),
+        "chunk_best": chunk_best,
         "chunk_token": logits.new_empty(rows, chunks, dtype=torch.int32),
         **{name: getattr(batch, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "step")},
+        "num_rows": batch.num_rows,
+        "is_steered": batch.is_steered,
         "BLOCK": BLOCK,
     }
     finish = {
@@ -118,143 +122,159 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
         "listed": logits.new_empty(rows, BLOCK, dtype=torch.float32),
         "listed_token": logits.new_empty(rows, BLOCK, dtype=torch.int32),
         "BLOCK_CHUNKS": BLOCK_CHUNKS,
-        # Candidates that a pass reads at once: more would not fit the registers.
-        "PASS_BLOCK": BLOCK if logits.dtype == torch.float32 else 2 * BLOCK,
-        "ROUNDS": ROUNDS[logits.dtype],
     }
-    scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
-    return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=32, num_stages=1)]
-
-
-def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
-    """Return the launches that change float32 `logits` `[S, vocab]`."""
-    shared = {"logits": logits, "logits_stride": logits.stride(0), "BLOCK": PAIRS}
-    launches = []
-    if (p := batch.penalties) is not None:
-        counting = {
-            "rows": p.rows,
-            "token_ids": p.token_ids,
-            "length": len(p.rows),
-            "counts": torch.zeros_like(logits, dtype=torch.int32),
+    launches = prepare_steer(logits, batch, steered) if may_steer else []
+    scan = {**shared, "logits": logits, "steered": steered}
+    launches.append(Launch(_scan, (rows, chunks), scan, num_warps=4, num_stages=1))
+    for source in (logits, steered)[: 1 + may_steer]:
+        of_source = {
+            "logits": source,
+            "OF_STEERED": source is steered,
+            # Candidates that a pass reads at once: more would not fit the registers.
+            "PASS_BLOCK": BLOCK if source.dtype == torch.float32 else 2 * BLOCK,
+            "ROUNDS": ROUNDS[source.dtype],
         }
-        factors = {"repetition": p.repetition, "presence": p.presence, "frequency": p.frequency}
-        grid = (triton.cdiv(len(p.rows), PAIRS),)
-        count = {
-            **counting,
-            "generated": p.generated.view(torch.uint8),
-            "counts_stride": logits.shape[1],
-            "BLOCK": PAIRS,
-        }
-        launches.append(Launch(_count, grid, count, num_warps=4, num_stages=1))
-        penalise = {**shared, **counting, **factors, "counts_stride": logits.shape[1]}
-        launches.append(Launch(_penalise, grid, penalise, num_warps=4, num_stages=1))
-    if (b := batch.bias) is not None:
-        bias = {**shared, "rows": b.rows, "token_ids": b.token_ids, "values": b.values, "length": len(b.rows)}
-        launches.append(Launch(_bias, (triton.cdiv(len(b.rows), PAIRS),), bias, num_warps=4, num_stages=1))
-    return [launch for launch in launches if launch.grid[0]]
+        launches.append(Launch(_finish, (rows,), finish | of_source, num_warps=32, num_stages=1))
+    return launches
 
 
-@triton.jit(do_not_specialize=["length"])
-def _count(
-    rows: tl.tensor, token_ids: tl.tensor, generated: tl.tensor, counts: tl.tensor, length: tl.tensor,
-    counts_stride: tl.tensor,
+def prepare_steer(logits: torch.Tensor, batch: SamplingBatch, steered: torch.Tensor) -> list[Launch]:
+    """Return the launches that put the steered rows of `logits` `[S, vocab]` into float32 `steered`, whose rows have
+    the same stride. Other rows are not written."""
+    rows, vocab = logits.shape
+    shared = {"steered": steered, "num_rows": batch.num_rows, "logits_stride": logits.stride(0), "vocab": vocab}
+    p, b = batch.penalties, batch.bias
+    assert p is not None, "rows with a bias have penalties too, which may be neutral"
+    assert p.counts.shape[1] >= vocab, "every token has a count"
+    steer = {
+        **shared,
+        "logits": logits,
+        "is_steered": batch.is_steered,
+        "counts": p.counts,
+        "counters": p.counters,
+        "drafts": p.counters if p.drafts is None else p.drafts,
+        "repetition": p.repetition,
+        "presence": p.presence,
+        "frequency": p.frequency,
+        "counts_stride": p.counts.stride(0),
+        "num_drafts": 0 if p.drafts is None else p.drafts.shape[1],
+        "BLOCK": BLOCK,
+    }
+    launches = [Launch(_steer, (rows, triton.cdiv(vocab, BLOCK)), steer, num_warps=4, num_stages=1)]
+    if b is not None:
+        terms = {"rows": b.rows, "token_ids": b.token_ids, "values": b.values, "number": b.number}
+        bias = {**shared, **terms, "BLOCK": TERMS}
+        launches.append(Launch(_bias, (triton.cdiv(len(b.rows), TERMS),), bias, num_warps=4, num_stages=1))
+    return launches
+
+
+@triton.jit(do_not_specialize=["num_drafts"])
+def _steer(
+    logits: tl.tensor, steered: tl.tensor, is_steered: tl.tensor, num_rows: tl.tensor, counts: tl.tensor,
+    counters: tl.tensor, drafts: tl.tensor, repetition: tl.tensor, presence: tl.tensor, frequency: tl.tensor,
+    logits_stride: tl.tensor, counts_stride: tl.tensor, vocab: tl.tensor, num_drafts: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy one chunk of one row, with penalties on the tokens that its sequence has read or generated."""
+    row = tl.program_id(0).to(tl.int64)
+    if (row < tl.load(num_rows)) & (tl.load(is_steered + row) != 0):
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = token < vocab
+        place = row * logits_stride + token
+        logit = tl.load(logits + place, mask=inside, other=_NEVER).to(tl.float32)
+        counter = tl.load(counters + row).to(tl.int64)
+        own = counts + counter * counts_stride
+        count = tl.load(own + token, mask=token < tl.where(counter >= 0, vocab, 0), other=0)
+        for number in range(0, num_drafts):
+            count += (token == tl.load(drafts + row * num_drafts + number)).to(tl.int32)
+        written = (count & (_IN_PROMPT - 1)).to(tl.float32)
+        factor = tl.load(repetition + row)
+        changed = tl.where(logit > 0, logit / factor, logit * factor)
+        changed -= tl.load(frequency + row) * written + tl.where(written > 0, tl.load(presence + row), 0.0)
+        # A logit that is not finite stays, so that its row is found to have no token.
+        is_changed = (count != 0) & (logit < _INFINITE)
+        tl.store(steered + place, tl.where(is_changed, tl.minimum(changed, _LARGEST), logit), mask=inside)
+
+
+@triton.jit
+def _bias(
+    steered: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, values: tl.tensor, number: tl.tensor,
+    num_rows: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < length
-    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
-    counter = counts + row * counts_stride + tl.load(token_ids + index, mask=inside, other=0)
-    written = tl.load(generated + index, mask=inside, other=0) != 0
-    # The bit is above every count, so the two operations may come in any order.
-    tl.atomic_add(counter, 1, mask=inside & written, sem="relaxed")
-    tl.atomic_or(counter, _PROMPT, mask=inside & ~written, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["length"])
-def _penalise(
-    logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, counts: tl.tensor, repetition: tl.tensor,
-    presence: tl.tensor, frequency: tl.tensor, length: tl.tensor, logits_stride: tl.tensor,
-    counts_stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < length
+    inside = index < tl.load(number)
     row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
     token = tl.load(token_ids + index, mask=inside, other=0)
-    # Many pairs may share a counter. Only the first to take it sees a number other than 0.
-    taken = tl.atomic_xchg(counts + row * counts_stride + token, 0, mask=inside, sem="relaxed")
-    first = inside & (taken != 0)
-    written = (taken & (_PROMPT - 1)).to(tl.float32)
-    place = logits + row * logits_stride + token
-    logit = tl.load(place, mask=first, other=0.0)
-    factor = tl.load(repetition + row, mask=first, other=1.0)
-    logit = tl.where(logit > 0, logit / factor, logit * factor)
-    once = tl.load(presence + row, mask=first, other=0.0)
-    each = tl.load(frequency + row, mask=first, other=0.0)
-    logit -= each * written + tl.where(written > 0, once, 0.0)
-    tl.store(place, tl.minimum(logit, _LARGEST), mask=first)
-
-
-@triton.jit(do_not_specialize=["length"])
-def _bias(
-    logits: tl.tensor, rows: tl.tensor, token_ids: tl.tensor, values: tl.tensor, length: tl.tensor,
-    logits_stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < length
-    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
-    place = logits + row * logits_stride + tl.load(token_ids + index, mask=inside, other=0)
+    inside &= (row < tl.load(num_rows)) & (token < vocab)
+    place = steered + row * logits_stride + token
     logit = tl.load(place, mask=inside, other=0.0)
-    logit += tl.load(values + index, mask=inside, other=0.0)
-    tl.store(place, tl.minimum(logit, _LARGEST), mask=inside)
+    changed = tl.minimum(logit + tl.load(values + index, mask=inside, other=0.0), _LARGEST)
+    tl.store(place, tl.where(logit < _INFINITE, changed, logit), mask=inside)
 
 
 @triton.jit
 def _scan(
-    logits: tl.tensor, chunk_best: tl.tensor, chunk_token: tl.tensor, temperature: tl.tensor, top_k: tl.tensor,
-    top_p: tl.tensor, min_p: tl.tensor, seed: tl.tensor, step: tl.tensor, logits_stride: tl.tensor,
-    vocab: tl.tensor,
+    logits: tl.tensor, steered: tl.tensor, chunk_best: tl.tensor, chunk_token: tl.tensor, temperature: tl.tensor,
+    top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, seed: tl.tensor, step: tl.tensor, num_rows: tl.tensor,
+    is_steered: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the best score of one chunk of one row: of the race, or the logit if the race must wait for a threshold."""
+    """Store the best score of one chunk of one row: of the race, or the logit if the race must wait for a threshold.
+    NaN if the chunk holds NaN or +inf, and no token if it holds only -inf."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    heat = tl.load(temperature + row)
-    score = tl.load(logits + row * logits_stride + token, mask=token < vocab, other=_NEVER).to(tl.float32)
-    if (heat != 0.0) & ~_rules_out(row, vocab, top_k, top_p, min_p):
-        quad = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        a, b, c, d = tl.philox(tl.load(seed + row), quad, tl.load(step + row), quad * 0, quad * 0)
-        # The four words of a counter go to four neighbouring tokens, as in `race`.
-        word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-        score = score / heat - tl.log(arrival_time(word))
-    best, at = tl.max(score, axis=0, return_indices=True)
-    place = row * tl.num_programs(1) + chunk
-    tl.store(chunk_best + place, best)
-    tl.store(chunk_token + place, chunk * BLOCK + at)
+    if row < tl.load(num_rows):
+        token = chunk * BLOCK + tl.arange(0, BLOCK)
+        is_own = tl.load(is_steered + row) != 0
+        place = row * logits_stride + token
+        plain = tl.load(logits + place, mask=token < tl.where(is_own, 0, vocab), other=_NEVER).to(tl.float32)
+        changed = tl.load(steered + place, mask=token < tl.where(is_own, vocab, 0), other=_NEVER)
+        score = tl.where(is_own, changed, plain)
+        is_bad = tl.max((_is_nan(score) | (score == _INFINITE)).to(tl.int32), axis=0) != 0
+        has_token = tl.max((score > _NEVER).to(tl.int32), axis=0) != 0
+        score = tl.where(_is_nan(score), _NEVER, score)
+        heat = tl.load(temperature + row)
+        if (heat != 0.0) & ~_rules_out(row, vocab, top_k, top_p, min_p):
+            quad = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+            a, b, c, d = tl.philox(tl.load(seed + row), quad, tl.load(step + row), quad * 0, quad * 0)
+            # The four words of a counter go to four neighbouring tokens, as in `race`.
+            word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+            score = score / heat - tl.log(arrival_time(word))
+        best, at = tl.max(score, axis=0, return_indices=True)
+        own = row * tl.num_programs(1) + chunk
+        tl.store(chunk_best + own, tl.where(is_bad, _NOT_A_NUMBER, best))
+        tl.store(chunk_token + own, tl.where(has_token, chunk * BLOCK + at, _LAST))
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _finish(
     logits: tl.tensor, chunk_best: tl.tensor, chunk_token: tl.tensor, listed: tl.tensor, listed_token: tl.tensor,
     tokens: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
-    seed: tl.tensor, step: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor, chunks: tl.tensor,
+    seed: tl.tensor, step: tl.tensor, num_rows: tl.tensor, is_steered: tl.tensor, logits_stride: tl.tensor,
+    vocab: tl.tensor, chunks: tl.tensor,
     BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, PASS_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    OF_STEERED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the winner among a row's chunks; run the whole race if the row excludes tokens."""
+    """Store the winner among a row's chunks; run the whole race if the row excludes tokens. One launch is for the rows
+    of the model's logits, and one for the steered rows, whose dtype differs."""
     row = tl.program_id(0).to(tl.int64)
+    if (row >= tl.load(num_rows)) | ((tl.load(is_steered + row) != 0) != OF_STEERED):
+        return
+    is_bad = tl.full((), 0, tl.int32)
     best = tl.full((), _NEVER, tl.float32)
     winner = tl.load(chunk_token + row * chunks)
     for start in range(0, chunks, BLOCK_CHUNKS):
         chunk = start + tl.arange(0, BLOCK_CHUNKS)
         bests = tl.load(chunk_best + row * chunks + chunk, mask=chunk < chunks, other=_NEVER)
-        best_here, at = tl.max(bests, axis=0, return_indices=True)
+        is_bad = tl.maximum(is_bad, tl.max(_is_nan(bests).to(tl.int32), axis=0))
+        best_here, at = tl.max(tl.where(_is_nan(bests), _NEVER, bests), axis=0, return_indices=True)
         # The first of equals wins.
         winner = tl.where(best_here > best, tl.load(chunk_token + row * chunks + start + at), winner)
         best = tl.maximum(best, best_here)
     heat = tl.load(temperature + row)
-    if (heat != 0.0) & _rules_out(row, vocab, top_k, top_p, min_p):
+    has_token = (is_bad == 0) & (winner < vocab)
+    if has_token & (heat != 0.0) & _rules_out(row, vocab, top_k, top_p, min_p):
         source = logits + row * logits_stride
         values = listed + row * BLOCK
         names = listed_token + row * BLOCK
@@ -289,7 +309,12 @@ def _finish(
             tl.load(step + row),
             BLOCK,
         )
-    tl.store(tokens + row, winner.to(tl.int64))
+    tl.store(tokens + row, tl.where(has_token & (winner < vocab), winner, _NO_TOKEN).to(tl.int64))
+
+
+@triton.jit
+def _is_nan(value: tl.tensor) -> tl.tensor:
+    return value != value  # noqa: PLR0124 - true for NaN alone
 
 
 @triton.jit
@@ -416,7 +441,7 @@ def race(
 ) -> tl.tensor:  # fmt: skip
     """Return the token that arrives first among those that stay."""
     top = tl.full((BLOCK,), _NEVER, tl.float32)
-    winner = tl.full((BLOCK,), _NO_TOKEN, tl.int32)
+    winner = tl.full((BLOCK,), _LAST, tl.int32)
     for start in range(0, tl.maximum(count, direct), BLOCK):
         logit, inside = _read(source, values, start, count, direct, BLOCK)
         index = start + tl.arange(0, BLOCK)
@@ -431,7 +456,7 @@ def race(
         winner = tl.where(score > top, token, winner)
         top = tl.maximum(top, score)
     # The first of equals wins.
-    return tl.min(tl.where(top == tl.max(top, axis=0), winner, _NO_TOKEN), axis=0)
+    return tl.min(tl.where(top == tl.max(top, axis=0), winner, _LAST), axis=0)
 
 
 @triton.jit

@@ -101,10 +101,13 @@ def native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
     return library if tensor.dtype in _served_dtypes(library) else None
 
 
-def multiplies_bf16_pairs() -> bool:
-    """Return whether the compiled operators use this processor's bf16 dot products."""
+def bf16_unit() -> int:
+    """Return the number of inputs that panels of bfloat16 multiply together: 2, or 4 on Arm.
+
+    0 if the processor has no products of bfloat16, or there are no compiled operators.
+    """
     library = native_library()
-    return library is not None and bool(library.loramux_multiplies_bf16_pairs())
+    return 0 if library is None else int(library.loramux_bf16_unit())
 
 
 @functools.cache

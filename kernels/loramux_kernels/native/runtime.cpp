@@ -18,4 +18,5 @@ LORAMUX_EXPORT int loramux_dtypes() {
 #endif
 }
 
-LORAMUX_EXPORT int loramux_multiplies_bf16_pairs() { return LORAMUX_BF16_PAIRS; }
+// Elements of k that panels of bf16 take together: a width is a multiple of it. 0 if bf16 is not multiplied.
+LORAMUX_EXPORT int loramux_bf16_unit() { return LORAMUX_BF16_SQUARES ? 4 : LORAMUX_BF16_PAIRS ? 2 : 0; }

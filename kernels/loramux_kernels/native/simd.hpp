@@ -284,6 +284,13 @@ inline f32x16 tanh(f32x16 x) {
 #define LORAMUX_BF16_PAIRS 0
 #endif
 
+// Arm multiplies squares too: two rows of four bf16 with two columns.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define LORAMUX_BF16_SQUARES 1
+#else
+#define LORAMUX_BF16_SQUARES 0
+#endif
+
 template <class T>
 struct Unit {
     static constexpr int elements = 1;
@@ -307,6 +314,36 @@ inline V add_pairs(const V& sum, const V& a, const V& b) {
         return (V)vbfdotq_f32((float32x4_t)sum, bits_of<bfloat16x8_t>(a), bits_of<bfloat16x8_t>(b));
 #endif
 }
+
+#if LORAMUX_BF16_SQUARES
+// sum + four products each, in every four lanes: of two rows and two columns, of four bf16. As two pairs one after the other
+// would be added, to the bit.
+template <class V>
+inline V add_squares(const V& sum, const V& rows, const V& columns) {
+    if constexpr (is_halves<V>)
+        return {add_squares(sum.low, rows.low, columns.low), add_squares(sum.high, rows.high, columns.high)};
+    else
+        return (V)vbfmmlaq_f32((float32x4_t)sum, bits_of<bfloat16x8_t>(rows), bits_of<bfloat16x8_t>(columns));
+}
+
+// Row 0 or 1 of eight squares that lie side by side, four in each vector.
+template <int ROW>
+inline f32x16 row_of_squares(const f32x16& left, const f32x16& right) {
+    auto row = [](const auto& two) {
+        const auto a = bits_of<uint64x2_t>(two.low), b = bits_of<uint64x2_t>(two.high);
+        return bits_of<std::decay_t<decltype(two.low)>>(ROW ? vzip2q_u64(a, b) : vzip1q_u64(a, b));
+    };
+    return {{row(left.low), row(left.high)}, {row(right.low), row(right.high)}};
+}
+
+template <class V>
+inline V repeated(uint64x2_t bits) {
+    if constexpr (is_halves<V>)
+        return {repeated<decltype(V::low)>(bits), repeated<decltype(V::low)>(bits)};
+    else
+        return bits_of<V>(bits);
+}
+#endif
 
 // The lower, or the upper, four bf16 of every eight of two vectors: an element of `even`, then the same of `odd`.
 template <bool UPPER, class V>

@@ -1,4 +1,5 @@
-"""The start of a server's engines: as processes of this machine, engines on other machines, or actors of Ray.
+"""The start of a server's engines, with the settings of each: as processes of this machine, engines on other machines,
+or actors of Ray.
 
 On a Ray cluster (extra `ray`) Ray places the engines, gives them GPUs and restarts them:
 
@@ -19,13 +20,16 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
+
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.server import RecordsSettings
-from loramux.common.settings.serving import RaySettings
+from loramux.common.settings.serving import BaseSettings, RaySettings
 from loramux.engine.client import EngineClient, EngineDied, spawn_engine
 from loramux.fleet.member import LaunchEngine
 from loramux.fleet.remote import EnginePlace, Locate, Placement, RemoteChannel
@@ -41,6 +45,31 @@ PROBE_S = 5.0
 """Seconds for the cluster's head to accept a connection; Ray itself tries for many minutes."""
 WARN_S = 60.0
 """Seconds between two warnings that Ray has no room for an engine."""
+
+
+def settings_of_engines(
+    base: BaseSettings, settings: Settings, bases: Iterable[BaseSettings] = ()
+) -> dict[str, Settings]:
+    """Return the settings of each engine of a base, by its name; if devices are listed, each engine gets a device.
+
+    `bases` are all bases of the server, whose engines divide the devices' memory.
+    """
+    every = {other.name: other for other in (*bases, base)}
+    sharing = Counter(device for other in every.values() for devices in other.devices for device in devices)
+    engines = {}
+    for number in range(base.engines.most):
+        engine, num_sharing = settings.engine, 1
+        if settings.fleet.launcher == "ray":
+            num_sharing = settings.fleet.ray.engines_per_gpu
+        elif not base.engines.addresses and base.devices[number] != ("cpu",):
+            num_sharing = max(sharing[device] for device in base.devices[number])
+        if base.engines.devices:
+            device = base.engines.devices[number % len(base.engines.devices)]
+            engine = msgspec.structs.replace(engine, device=device)
+        if engine.engines_per_device is None and num_sharing > 1:
+            engine = msgspec.structs.replace(engine, engines_per_device=num_sharing)
+        engines[f"{base.name}-{number}"] = msgspec.structs.replace(settings, engine=engine)
+    return engines
 
 
 def launcher_of(settings: Settings, launch_local: LaunchEngine | None = None) -> LaunchEngine:

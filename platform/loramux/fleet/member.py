@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -293,6 +293,15 @@ def conflict_of(facts: ModelFacts, others: ModelFacts) -> str | None:
             "larger engine.pool_bytes, or all of them the same engine.max_model_len"
         )
     return None
+
+
+def common_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
+    """Return the facts that requests are checked against: the first engine's, with the shortest context of all
+    engines."""
+    first = facts[0]
+    alike = [one for one in facts if conflict_of(one, msgspec.structs.replace(first, max_model_len=0)) is None]
+    shortest = min(alike, key=lambda one: one.context)
+    return msgspec.structs.replace(first, max_model_len=shortest.max_model_len, pages_total=shortest.pages_total)
 
 
 def _pause(num_failures: int) -> float:

@@ -6,12 +6,11 @@ order. No part knows the container. `programs` adds the programs that use the re
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,14 +31,10 @@ from loramux.catalog.uploads.sessions import UploadSessions, max_bytes
 from loramux.catalog.validation.rendering import TemplateRenderer
 from loramux.common.jobs import TenantSlots, run_periodically
 from loramux.common.public_http import Resolver, outside_client
-from loramux.common.settings.file import Settings, SettingsError, ensure_files
-from loramux.common.settings.server import RecordsSettings
+from loramux.common.settings.file import Settings, ensure_files
 from loramux.common.units import SECOND
-from loramux.data.records import schema
 from loramux.data.records.database import Database
-from loramux.data.storage.blobs import BlobStore, open_blobs
-from loramux.data.storage.errors import StorageUnavailable
-from loramux.data.storage.objects import Objects, open_objects
+from loramux.data.storage.blobs import BlobStore
 from loramux.fleet.member import LaunchEngine
 from loramux.money.billing.catalog import Catalog, PlanPrices
 from loramux.money.billing.reconcile import Checkpoints, LedgerProof
@@ -48,6 +43,7 @@ from loramux.money.exports.delivery import AlertDelivery, Sink, SinkDelivery
 from loramux.money.exports.sinks import WebhookSink, make_sink
 from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
+from loramux.server.records import StartWait, open_database, open_object_store, open_store
 from loramux.serving.adapters import AdapterService, LocalFolders
 from loramux.serving.bases import ServedBases
 from loramux.serving.engine_questions import EngineQuestions
@@ -123,14 +119,9 @@ class BillingServices:
     async def open_checkpoints(self) -> Checkpoints:
         """Open the object storage with the ledger's checkpoints. Unlike other commands, this needs the pepper."""
         pepper = await open_pepper(self.database, Path(self.settings.records.pepper_file))
-        objects = _open_objects(self.settings.records)
+        objects = open_object_store(self.settings.records)
         self.stack.callback(objects.close)
         return Checkpoints(self.database, objects, pepper)
-
-
-def migrate(settings: Settings) -> str:
-    """Migrate the database to the schema of this release, and return its revision."""
-    return schema.migrate(settings.records.url)
 
 
 @asynccontextmanager
@@ -171,29 +162,31 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
     ensure_files(settings)
     async with AsyncExitStack() as stack:
         sinks = await open_sinks(settings, stack)
-        database = await stack.enter_async_context(open_database(settings))
-        tenants = await stack.enter_async_context(aclosing(await _open_tenants(settings, database)))
+        wait = StartWait(settings.records)
+        database = await stack.enter_async_context(open_database(settings, wait))
+        tenants = await wait(partial(_open_tenants, settings, database))
+        stack.push_async_callback(tenants.aclose)
         tenants.last_use.start()
         blobs = open_store(settings.records)
         stack.callback(blobs.close)
         answers = AnswerStorage(tenants.pepper, settings.privacy.idempotency_seconds * SECOND)
         bill_abandoned = settings.billing.bill_abandoned
         usage = UsageService(database, PlanPrices(database), answers, bill_abandoned=bill_abandoned)
-        await usage.start()
+        await wait(usage.start)
         stack.push_async_callback(usage.stop)
         questions = EngineQuestions(settings.validation.parity_engine_seconds)
         prefix_key = hmac.digest(tenants.pepper, b"prefixes of prompts", "sha256")
         lifecycle = BaseLifecycle(settings, database, questions, launch, prefix_key)
         stack.push_async_callback(lifecycle.close)
-        await lifecycle.start()
+        await wait(lifecycle.start)
         registry = open_registry(database, blobs, lifecycle.models, settings.adapters)
-        await _sweep(registry, usage, lifecycle.models)
+        await wait(partial(_sweep, registry, usage, lifecycle.models))
         ingest = Ingest(database, blobs, registry.blob_gc, lifecycle.models, settings.adapters, lifecycle.validators)
         uploads = _open_uploads(settings, database, blobs, ingest, tenants, usage.server_id)
         stack.push_async_callback(uploads.worker.jobs.stop)
         stack.callback(questions.stop)
         adapters = AdapterService(registry, lifecycle.engines)
-        await _preload(settings, tenants, adapters)
+        await wait(partial(_preload, settings, tenants, adapters))
         pushes = PushService(
             database,
             blobs,
@@ -204,24 +197,12 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             settings.adapters,
             adapters.retire,
         )
-        renderer = TemplateRenderer()
-        stack.callback(renderer.close)
         images = ImageReader(settings.images)
-        stack.push_async_callback(images.close)
-        completions = CompletionService(
-            bases=lifecycle.serving,
-            resolver=registry.resolver,
-            usage=usage,
-            renderer=renderer,
-            images=images,
-            deadlines=settings.scheduler.deadlines_ms,
-        )
+        completions = _open_completions(settings, lifecycle, registry, usage, images, stack)
         responses = ResponseStore(database, tenants.pepper, settings.privacy)
-        lifecycle.drain_with(completions.drain_base)
-        stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         chores = (
             (RECONCILE_SECONDS, lifecycle.reconcile),
-            (SETTLE_SECONDS, completions.settle_late),
+            (SETTLE_SECONDS, usage.settle_late),
             (STORAGE_SECONDS, usage.accrue),
             (SUM_SECONDS, usage.sum_days),
             (FORGET_SECONDS, usage.forget_answers),
@@ -260,6 +241,31 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         )
 
 
+def _open_completions(
+    settings: Settings,
+    lifecycle: BaseLifecycle,
+    registry: Registry,
+    usage: UsageService,
+    images: ImageReader,
+    stack: AsyncExitStack,
+) -> CompletionService:
+    """Serve requests until `stack` ends, which lets running requests end first."""
+    renderer = TemplateRenderer()
+    stack.callback(renderer.close)
+    stack.push_async_callback(images.close)
+    completions = CompletionService(
+        bases=lifecycle.serving,
+        resolver=registry.resolver,
+        usage=usage,
+        renderer=renderer,
+        images=images,
+        deadlines=settings.scheduler.deadlines_ms,
+    )
+    lifecycle.drain_with(completions.drain_base)
+    stack.push_async_callback(completions.drain, settings.server.drain_seconds)
+    return completions
+
+
 async def _open_deliveries(
     settings: Settings,
     sinks: Sequence[Sink],
@@ -293,31 +299,6 @@ def _open_uploads(
     return UploadSessions(database, blobs, ingest, worker, settings.uploads, settings.adapters)
 
 
-def _open_objects(settings: RecordsSettings) -> Objects:
-    with _storage_refusals(settings):
-        return open_objects(settings.blobs, settings.blob_options)
-
-
-def open_store(settings: RecordsSettings) -> BlobStore:
-    """Open the store of adapters' files, with its cache on this machine. Raises SettingsError."""
-    with _storage_refusals(settings):
-        return open_blobs(settings.blobs, settings.cache, settings.blob_options)
-
-
-@contextmanager
-def _storage_refusals(settings: RecordsSettings) -> Iterator[None]:
-    """Add the names of the settings to errors of the storage. Raises SettingsError."""
-    try:
-        yield
-    except StorageUnavailable as error:
-        raise SettingsError(f"records.blobs: {error}") from None
-    except OSError as error:
-        raise SettingsError(
-            f"records.blobs ({settings.blobs}) and records.cache ({settings.cache}) must be folders that this server "
-            f"may write to: {error}"
-        ) from None
-
-
 async def renew_pepper(settings: Settings) -> int:
     """Replace a lost pepper and revoke every key; return the number of keys. Servers must be restarted afterwards."""
     async with open_database(settings) as database:
@@ -327,20 +308,6 @@ async def renew_pepper(settings: Settings) -> int:
 async def _open_tenants(settings: Settings, database: Database) -> Tenants:
     pepper = await open_pepper(database, Path(settings.records.pepper_file))
     return Tenants(database, pepper, settings.issuers, settings.console)
-
-
-@asynccontextmanager
-async def open_database(settings: Settings) -> AsyncIterator[Database]:
-    """Open the database at the schema of this release. An embedded database is migrated; another must have that schema
-    already.
-    """
-    url = settings.records.url
-    await asyncio.to_thread(schema.migrate if url.startswith("sqlite:") else schema.check, url)
-    database = Database(url)
-    try:
-        yield database
-    finally:
-        await database.close()
 
 
 async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:

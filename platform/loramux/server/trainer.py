@@ -12,8 +12,8 @@ from pathlib import Path
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.records.bases import BaseRepository
 from loramux.data.records.database import Database
-from loramux.server.platform import open_database, open_store
-from loramux.serving.lifecycle import KnownBase, known_bases
+from loramux.server.records import StartWait, open_database, open_store
+from loramux.serving.known_bases import KnownBase, known_bases
 from loramux.training.examples import ExampleFormat
 from loramux.training.share import ComputeShare
 from loramux.training.trainer import Trainer, TrainerParts
@@ -33,7 +33,8 @@ async def open_trainer(
     """
     _ensure_able(settings)
     async with AsyncExitStack() as stack:
-        database = await stack.enter_async_context(open_database(settings))
+        wait = StartWait(settings.records)
+        database = await stack.enter_async_context(open_database(settings, wait))
         blobs = open_store(settings.records)
         stack.callback(blobs.close)
         share = ComputeShare(settings.training.share)
@@ -41,7 +42,7 @@ async def open_trainer(
         bases = partial(local_bases, settings, database)
         parts = TrainerParts(database, blobs, bases, example_format(CONTEXT), settings.training, share)
         trainer = Trainer(parts)
-        await stack.enter_async_context(trainer.alive())
+        await wait(lambda: stack.enter_async_context(trainer.alive()))
         yield trainer
 
 

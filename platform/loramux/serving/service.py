@@ -33,10 +33,10 @@ from loramux.engine.messages import (
 )
 from loramux.engine.metrics import SECONDS, Histogram
 from loramux.money.limits.definitions import RateLimitStatus
-from loramux.money.usage.errors import UnknownRequest
+from loramux.money.usage.errors import TooManyUnsettled
 from loramux.money.usage.idempotency import StoredAnswer
 from loramux.money.usage.service import UsageService
-from loramux.money.usage.settlement import Settlement
+from loramux.money.usage.settlement import unused
 from loramux.serving.bases import Reading, ReadRequest, RequestReader, ServedBase, ServedBases, TokenizedText
 from loramux.serving.checks import (
     check_depth,
@@ -139,7 +139,7 @@ class CompletionService:
 
     @property
     def unsettled(self) -> int:
-        """Number of requests whose end the database has not accepted yet."""
+        """Number of requests whose end the database has not accepted yet (`UsageService.unsettled` has the bound)."""
         return len(self._usage.unsettled)
 
     def class_deadline_ms(self, principal: Principal, service_tier: ServiceTier) -> int | None:
@@ -237,8 +237,8 @@ class CompletionService:
         try:
             outcome = await self._usage.open(opened)
         except LoramuxError as error:
-            if isinstance(error, RecordsUnavailable):  # the row may have been committed
-                self._usage.unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
+            if isinstance(error, RecordsUnavailable) and not isinstance(error, TooManyUnsettled):
+                self._usage.unsettled.append(unused(opened.id, "platform"))  # the row may have been committed
             is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
             self.counters.requests["refused" if is_refused else "failed"] += 1
             for observer in self._refused_observers if is_refused else ():
@@ -398,20 +398,6 @@ class CompletionService:
         while self.running:
             self._idle.clear()
             await self._idle.wait()
-
-    async def settle_late(self) -> None:
-        """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if the database still
-        does not accept them.
-        """
-        while self._usage.unsettled:
-            settlement = self._usage.unsettled.popleft()
-            try:
-                await self._usage.settle(settlement)
-            except RecordsUnavailable:
-                self._usage.unsettled.appendleft(settlement)
-                raise
-            except UnknownRequest:  # the request's opening was not committed either
-                continue
 
 
 def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass, seconds: float) -> Request:

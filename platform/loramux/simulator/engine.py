@@ -300,6 +300,7 @@ class SimulatedEngine:
                 scenario.max_num_batched_tokens,
                 scenario.model.max_model_len,
                 scenario.max_mixed_prefill_tokens or sys.maxsize,
+                token_context=scenario.token_context,
             ),
             PageBudget(scenario.num_pages, scenario.block_size),
             self.pool,

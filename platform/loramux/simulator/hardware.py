@@ -14,6 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from loramux.engine.scheduling.policy import token_context
+
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -159,6 +161,13 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def attention_flops(self) -> int:
         """Operations for one query and one key, over all layers and heads: the product and the weighted sum."""
         return 4 * self.num_hidden_layers * self.linears["q"][1]
+
+    @property
+    def token_context(self) -> float:
+        """Tokens of context whose attention costs a token of a CPU as much as its products, as in the engine."""
+        context = token_context(self._layers_weights, self.attention_flops / 2)
+        assert context is not None, "every layer reads the whole context"
+        return context
 
 
 Knots = Annotated[tuple[tuple[Count, Seconds], ...], Meta(min_length=1)]

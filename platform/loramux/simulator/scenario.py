@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -226,7 +227,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
     max_mixed_prefill_tokens: Count | None = None
-    """Maximum number of prompt tokens in a step in which sequences decode; None: only the other limits apply."""
+    """Maximum number of prompt tokens in a step in which sequences decode, on a CPU fewer after a long context; None:
+    only the other limits apply."""
     policy: Policy = Policy()
     """The engine's policy, with the values that differ."""
     batching: Batching = "continuous"
@@ -242,6 +244,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             return max(1, self.pool_tokens // self.block_size)
         free = self.device.memory_bytes * self.memory_utilization - self.model.weight_bytes
         return int(free // self.page_bytes)
+
+    @property
+    def token_context(self) -> float:
+        """Tokens of context whose attention counts as a token; inf on a GPU, whose engine does not count attention."""
+        return self.model.token_context if self.device.is_shared_by_ranks else math.inf
 
     @property
     def page_bytes(self) -> int:

@@ -35,7 +35,7 @@ WITHOUT_SHARES = {
     ("loramux/engine/execution/runner.py", "ThreadPoolExecutor"): "the step's own thread; no request waits in it",
     ("loramux/engine/memory/image_rows.py", "ThreadPoolExecutor"): "one image at a time; tenants take turns before it",
     ("loramux/engine/client.py", "to_thread"): "the end of an engine",
-    ("loramux/server/platform.py", "to_thread"): "the start of a server",
+    ("loramux/server/records.py", "to_thread"): "the start of a server",
     ("loramux/server/trainer.py", "to_thread"): "the start of a trainer",
     ("loramux/training/trainer.py", "to_thread"): "the trainer's process, in which no request waits",
     ("loramux/serving/lifecycle.py", "to_thread"): "the start of a base, which an operator orders",

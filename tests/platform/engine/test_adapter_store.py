@@ -6,6 +6,7 @@ import math
 import shutil
 from functools import partial
 from threading import Event, Thread, current_thread
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -101,6 +102,29 @@ def test_loader_thread_that_hangs_is_replaced_and_writes_nothing_later() -> None
         ended.wait(0.01)
     assert written == ["in time", "again"]
     threads.close()
+
+
+def test_loader_threads_have_a_watcher_only_after_more_jobs_than_threads() -> None:
+    """So the threads that copy adapters, which never get more, have none."""
+    name, go_on = "test-watched", Event()
+    threads = LoaderThreads(name, 2, ManualClock(0.0))
+
+    def count() -> int:
+        return sum(thread.name == name for thread in enumerate_threads())
+
+    def submit(number: int) -> StoreJob[bool]:
+        return threads.submit(f"{number}/{number}", lambda: go_on.wait(60), bool)
+
+    jobs = [submit(0), submit(1)]
+    assert count() == 2
+    jobs.append(submit(2))
+    assert count() == 3
+    jobs.append(submit(3))
+    assert count() == 3
+    go_on.set()
+    assert all(job.result(30) for job in jobs)
+    threads.close()
+    until_true(lambda: not count())
 
 
 @pytest.mark.parametrize("owners", [("a", "b", "c", "d"), ("a",) * 8], ids=["four", "one"])

@@ -66,6 +66,58 @@ def test_prediction_of_a_new_tenant_ignores_anothers_flood() -> None:
     assert predicted(harness, "other", "u") < 0.4 * predicted(harness, "own", "t")
 
 
+def next_to_answers(token_context: float) -> Harness:
+    """A harness with two endless answers, which has computed prompts of several lengths next to them."""
+    harness = Harness(
+        num_pages=900, max_num_seqs=8, max_tokens=64, pace=PACE, max_mixed=16, token_context=token_context
+    )
+    for name in ("x", "y"):
+        harness.submit(name, prompt=4, output=900)
+    for number, prompt in enumerate((4, 60, 200, 400)):
+        harness.submit(f"p{number}", prompt, output=1)
+        while f"p{number}" not in harness.finished:
+            harness.step()
+    return harness
+
+
+@pytest.mark.parametrize("token_context", [math.inf, 300.0, 30.0])
+@pytest.mark.parametrize("prompts", [(8,), (300,), (30, 200, 90)], ids=["short", "long", "queue"])
+def test_prediction_next_to_answers_counts_attention_to_long_contexts(
+    prompts: tuple[int, ...], token_context: float
+) -> None:
+    """After contexts of up to 400 tokens a step takes a fraction of its tokens, but not of a short prompt."""
+    harness = next_to_answers(token_context)
+    for number, prompt in enumerate(prompts[:-1]):
+        harness.submit(f"before {number}", prompt, output=1)
+    expected = predicted(harness, "impatient", "t", prompts[-1])
+    begin = harness.time
+    harness.submit("patient", prompts[-1], 4)
+    while "patient" not in harness.first_token_at:
+        harness.step()
+    assert harness.first_token_at["patient"] - begin == pytest.approx(expected, rel=0.2)
+
+
+def test_long_prompt_is_refused_only_if_it_misses_its_deadline() -> None:
+    harness = next_to_answers(30.0)
+    expected = predicted(harness, "impatient", "t", 300)
+    begin = harness.time
+    for name, share in (("late", 0.7), ("fine", 1.3)):
+        harness.submit(name, 300, 1, deadline_ms=round(1000 * share * expected))
+    while "fine" not in harness.finished:
+        harness.step()
+    assert harness.faults["late"].code == "engine_overloaded"
+    assert harness.finished["fine"] == "length"
+    assert 0.7 * expected < harness.first_token_at["fine"] - begin < 1.3 * expected
+
+
+def test_rate_of_prompts_falls_with_the_contexts_that_wait() -> None:
+    harness = next_to_answers(30.0)
+    at_rest = harness.scheduler.prefill_tokens_per_s
+    harness.submit("long", 400, 1)
+    harness.step()
+    assert harness.scheduler.prefill_tokens_per_s < 0.3 * at_rest
+
+
 def test_deadline_that_would_be_missed_is_refused_with_numbers_and_not_queued() -> None:
     harness = busy()
     waiting = len(harness.scheduler.queue)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ import torch
 from adapter_zoo import Zoo
 from delayed_runner import late_engine
 from msgspec.structs import replace
+from sampler_alone import SamplerAlone
 from scheduler_harness import decoding
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ModelSettings
-from loramux.engine.execution import device_sampler
 from loramux.engine.execution.assembly import allocate_pool, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
@@ -30,7 +31,7 @@ from loramux.engine.execution.cuda_graphs import (
     record_calls,
     step_buckets,
 )
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows
+from loramux.engine.execution.device_sampler import MAX_TERMS, DeviceSampler, PendingTokens, SampledRows
 from loramux.engine.execution.runner import StepGraphs, StepInputs, pack
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.step_buffers import NUM_PATCHES, StepBuffers
@@ -39,6 +40,7 @@ from loramux.engine.messages import ImageInput, Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape, plan_states
+from loramux_kernels.tables import NO_TOKEN
 
 CPU = torch.device("cpu")
 EOS = 9
@@ -74,10 +76,15 @@ def test_graph_buckets_hold_every_count_and_waste_little() -> None:
             assert next(bucket for bucket in chosen if bucket >= count) - count <= count / 4
 
 
-def filled(buffers: StepBuffers, step: Step, pending=((), ()), sampled: torch.Tensor | None = None) -> StepInputs:
+def filled(buffers: StepBuffers, step: Step) -> StepInputs:
     inputs = buffers.fill(pack(step, 2, buffers.state_pages, buffers.block_tables))
-    buffers.send(np.array(pending, dtype=np.int64), sampled)
+    send(buffers)
     return inputs
+
+
+def send(buffers: StepBuffers) -> None:
+    buffers.memory.send()
+    buffers.block_tables.apply()
 
 
 def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
@@ -109,7 +116,7 @@ def test_step_buffers_hold_places_of_tokens_and_ends_of_rows_next_to_steps_witho
     seen.request = replace(seen.request, images=(image,))
     step = Step.ordered((Chunk(seen, 0, 6, -1),))
     inputs = buffers.fill(pack(step, 2, 0, buffers.block_tables, effects))
-    buffers.send(np.zeros((2, 0), dtype=np.int64), None)
+    send(buffers)
     assert inputs.position_ids.tolist() == [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
     assert fixed.position_ids.tolist() == inputs.position_ids.tolist()
     assert fixed.batch.row_ends is not None
@@ -138,7 +145,11 @@ def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
     waiting, preempted = sequence("w", (1, 2), (PENDING,)), sequence("p", (3, 4), (PENDING,))
     step = Step((Chunk(waiting, 2, 1), Chunk(preempted, 0, 3)))
-    inputs = filled(buffers, step, [[0, 3], [1, 0]], torch.tensor([77, 66]))
+    sampler = DeviceSampler((), buffers.memory, 4, 4, 99, CPU)
+    sampler._tokens[:2] = torch.tensor([77, 66])
+    sampler.stage(SampledRows([waiting, preempted]), PendingTokens([waiting, preempted], *np.array([[0, 3], [1, 0]])))
+    inputs = filled(buffers, step)
+    sampler.insert_pending(inputs.input_ids)
     assert inputs.input_ids.tolist() == [66, 3, 4, 77]
 
 
@@ -169,7 +180,7 @@ def test_step_for_other_ranks_has_the_pages_that_changed_instead_of_tables() -> 
     packed = pack(step, 2, 0, first.block_tables).for_other_ranks()
     assert packed.block_table.size == packed.state_tables.size == 0
     batch = other.fill(packed).batch
-    other.send(np.zeros((2, 0), dtype=np.int64), None)
+    send(other)
     assert batch.table_rows is not None
     rows = batch.block_table[batch.table_rows].tolist()
     assert [row[: len(chunk.sequence.pages)] for row, chunk in zip(rows, step.chunks, strict=True)] == [
@@ -197,7 +208,7 @@ def test_block_tables_take_more_new_pages_than_the_copy_has_room_for() -> None:
 
 def test_step_buffers_have_room_for_every_work_list_of_the_largest_rank() -> None:
     buffers = StepBuffers(max_rows=4096, max_sequences=300, max_blocks=2, max_rank=16_384, device=CPU, state_pages=1)
-    DeviceSampler((), CPU).send_parameters_with(buffers.memory, 300)
+    DeviceSampler((), buffers.memory, 300, 300, 97, CPU)
     ReservedAttention([AttentionShape(2, 1, window, 64) for window in (None, 8, 16, 32)], buffers)
     buffers.padded_segments(4, (*DECODE_SHAPES, LONG))
 
@@ -347,8 +358,8 @@ def test_slots_never_run_out_before_pages_do(num_pages: int, max_slots: int) -> 
     assert num_pages // bank.least_pages <= max_slots
 
 
-def events(logits: torch.Tensor, *sequences: Sequence, before=None):
-    return DeviceSampler((EOS,), CPU).launch(logits, SampledRows(list(sequences)), before).events()
+def events(logits: torch.Tensor, *sequences: Sequence):
+    return SamplerAlone((EOS,), logits.shape[1]).launch(logits, SampledRows(list(sequences))).events()
 
 
 def test_device_sampler_greedy_rows_agree_with_the_hosts() -> None:
@@ -384,55 +395,59 @@ def test_device_sampler_ends_answers_as_the_host_does() -> None:
 
 
 def test_device_sampler_penalty_counts_a_pending_token() -> None:
-    sampler = DeviceSampler((EOS,), CPU)
+    sampler = SamplerAlone((EOS,), 12)
     penalised = sequence("p", (1,), frequency_penalty=2.0)
     first = torch.zeros(1, 12)
     first[0, 5] = 1.0
-    before = sampler.launch(first, SampledRows([penalised]), None).sampled
+    before = sampler.launch(first, SampledRows([penalised])).sampled
     penalised.token_ids.append(PENDING)
     second = torch.zeros(1, 12)
     second[0, [5, 6]] = torch.tensor([3.0, 1.5])
     assert sampler.launch(second, SampledRows([penalised]), before).events()[0].token_id == 6
 
 
-def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the rows of the step before sends no term; the end of `min_tokens` and other rows are noticed."""
-    sent = []
-    send = device_sampler.to_device
-    monkeypatch.setattr(device_sampler, "to_device", lambda array, device: sent.append(array) or send(array, device))
-    sampler, logits = DeviceSampler((EOS,), CPU), torch.zeros(2, 12)
+def test_device_sampler_bias_follows_its_rows() -> None:
+    """The end of `min_tokens`, other rows, and another request with the same id are noticed."""
+    sampler, logits = SamplerAlone((EOS,), 12), torch.zeros(2, 12)
     biased = sequence("b", logit_bias={7: 5.0, 3: 4.0, 99: 9.0}, min_tokens=2)
     plain = sequence("p")
 
     def tokens(*rows: Sequence) -> list[int]:
-        sent.clear()
-        return [event.token_id for event in sampler.launch(logits[: len(rows)], SampledRows(list(rows)), None).events()]
+        return [event.token_id for event in sampler.launch(logits[: len(rows)], SampledRows(list(rows))).events()]
 
     logits[:, EOS] = 6.0
     assert tokens(biased, plain) == [7, EOS]
-    assert len(sent) == 3, "the terms with their rows"
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [7, EOS]
-    assert not sent
+    assert tokens(plain, biased) == [EOS, 7]
+    assert tokens(biased, plain) == [7, EOS]
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [EOS, EOS], "the answer may end now"
-    assert tokens(plain, biased) == [EOS, EOS]
-    assert len(sent) == 1, "where its row is"
-    sampler.forget("b")
-    assert not sampler._biases._terms
+    sampler.sampler.forget("b")
+    assert not sampler.sampler._biases._terms
+    assert tokens(sequence("b", logit_bias={3: 9.0}), plain) == [3, EOS]
+
+
+def test_device_sampler_bias_of_more_terms_than_the_copy_has_room_for_is_applied_outside_recordings() -> None:
+    sampler, logits = SamplerAlone((EOS,), 3000), torch.zeros(2, 3000)
+    wide = sequence("w", logit_bias=dict.fromkeys(range(100, 100 + MAX_TERMS), 1.0) | {5: 2.0})
+    assert not sampler.stage(SampledRows([wide])).is_recordable
+    for _ in range(2):
+        told = sampler.replay(logits, SampledRows([sequence("p", logit_bias={8: 1.0}), wide])).events()
+        assert [event.token_id for event in told] == [8, 5]
 
 
 def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:
     logits = torch.zeros(1, 500)
 
     def draws(**params) -> list[int]:
-        sampler, tokens = DeviceSampler((EOS,), CPU), []
+        sampler, tokens = SamplerAlone((EOS,), 500), []
         s = sequence("s", temperature=1.0, **params)
         for _ in range(5):
-            tokens.append(sampler.launch(logits, SampledRows([s]), None).events()[0].token_id)
+            tokens.append(sampler.launch(logits, SampledRows([s])).events()[0].token_id)
             s.token_ids.append(tokens[-1])
-        sampler.forget("s")
-        assert not sampler._seeds
+        sampler.sampler.forget("s")
+        assert not sampler.sampler._seeds
         return tokens
 
     assert draws(seed=3) == draws(seed=3)
@@ -442,11 +457,11 @@ def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:
 
 def test_device_sampler_stages_no_rows_first_and_after_others_have_ended() -> None:
     """A step of chunks of prompts alone."""
-    sampler = DeviceSampler((EOS,), CPU)
-    assert len(sampler.stage(SampledRows([]))["seed"]) == 0
+    sampler = SamplerAlone((EOS,), 12)
+    assert len(sampler.stage(SampledRows([])).batch.seed) == 0
     sampler.stage(SampledRows([sequence("a"), sequence("b")]))
-    sampler.forget("a")
-    assert len(sampler.stage(SampledRows([]))["seed"]) == 0
+    sampler.sampler.forget("a")
+    assert len(sampler.stage(SampledRows([])).batch.seed) == 0
 
 
 def test_device_sampler_of_no_rows_returns_no_events() -> None:
@@ -462,14 +477,14 @@ def test_device_sampler_ends_a_row_that_is_not_finite_with_a_fault(broken: str) 
     alone = [events(logits[row : row + 1], sequence(str(row), **params[row]))[0] for row in (0, 2)]
     logits[1] = float(broken)
     rows = SampledRows([sequence(str(row), **params[row]) for row in range(3)])
-    in_flight = DeviceSampler((EOS,), CPU).launch(logits, rows, None)
+    in_flight = SamplerAlone((EOS,), 30).launch(logits, rows)
     told = in_flight.events()
     assert [told[0].token_id, told[2].token_id] == [event.token_id for event in alone]
     assert told[0].top_logprobs == alone[0].top_logprobs
     assert told[1].finish_reason == "error"
     assert told[1].token_id is None
     assert told[1].fault is not None
-    assert in_flight.sampled.tokens[1] == 0, "a valid id for the next step's embedding"
+    assert in_flight.sampled.tokens[1] == NO_TOKEN
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-6])
@@ -483,14 +498,80 @@ def test_device_sampler_steering_that_overflows_still_yields_tokens(temperature:
     params = {"temperature": temperature, "repetition_penalty": 1e-38, "presence_penalty": 1e300, "seed": 1}
     sequences = [sequence("extreme", (1, 0), (2,), **params), sequence("beside", (1,), ())]
     logits = torch.tensor([[1.0, 300.0, -2.0, 299.0], [0.0, 0.0, 5.0, 0.0]])
-    extreme, beside = DeviceSampler((EOS,), CPU).launch(logits, SampledRows(sequences), None).events()
+    extreme, beside = SamplerAlone((EOS,), 4).launch(logits, SampledRows(sequences)).events()
     assert (extreme.token_id, beside.token_id) == (1, 2)
 
 
-def test_device_sampler_token_outside_the_vocabulary_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.engine.execution.device_sampler.sample", lambda logits, batch: torch.tensor([4, 3]))
-    sequences = [sequence("outside", (1,), ()), sequence("beside", (1,), ())]
-    in_flight = DeviceSampler((EOS,), CPU).launch(torch.zeros(2, 4), SampledRows(sequences), None)
-    outside, beside = in_flight.events()
-    assert (outside.token_id, outside.finish_reason, beside.token_id) == (None, "error", 3)
-    assert in_flight.sampled.tokens.tolist() == [0, 3]
+def test_device_sampler_row_without_a_token_gives_the_next_step_a_valid_id_and_no_count() -> None:
+    sampler, broken = SamplerAlone((EOS,), 4), sequence("b", (1,), (), frequency_penalty=1.0)
+    before = sampler.launch(torch.full((1, 4), float("nan")), SampledRows([broken])).sampled
+    broken.token_ids.append(PENDING)
+    sampler.input_ids.fill_(3)
+    sampler.stage(SampledRows([broken]), before)
+    assert sampler.input_ids[0] == 0
+    assert sampler.sampler._counts.table.count_nonzero() == 1, "the prompt's token"
+
+
+STEERED = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_p": 0.7, "seed": 4},
+    {"temperature": 1.2, "top_k": 3, "min_p": 0.05, "seed": 5},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 1.0, "repetition_penalty": 1.8, "top_p": 0.9, "seed": 6},
+    {"logit_bias": {4: 5.0, 9: -5.0}},
+    {"min_tokens": 5, "logit_bias": {EOS: 50.0}},
+    {"temperature": 0.5, "seed": 7, "logprobs": 2},
+]
+"""Kinds of sampling that a recorded step has."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recorded_choice_is_that_of_each_row_alone_while_rows_come_and_go(seed: int) -> None:
+    """Rows change their places, kinds and sequences from step to step; a parameter of an earlier row would be seen."""
+    rng, vocab, most = random.Random(seed), 30, 6
+    together, alone = SamplerAlone((EOS,), vocab, most), {}
+    alive: list[Sequence] = []
+    before = {}, None
+    for step in range(30):
+        while len(alive) < 5 and rng.random() < 0.7:
+            params = rng.choice(STEERED)
+            alive.append(sequence(f"{step} {len(alive)}", (1, rng.randrange(vocab)), **params))
+            alone[alive[-1].id] = SamplerAlone((EOS,), vocab, 1)
+        for ended in [one for one in alive if rng.random() < 0.15]:
+            alive.remove(ended)
+            together.sampler.forget(ended.id)
+        rng.shuffle(alive)
+        rows = alive[: rng.randint(0, len(alive))]
+        logits = torch.randn(most, vocab, generator=torch.Generator().manual_seed(step))
+        together.sampler._tokens.fill_(-7)
+        if before[1] is not None:
+            together.sampler._tokens[: len(before[0])] = torch.tensor(list(before[0].values()), dtype=torch.int64)
+        for one in rows:
+            if one.id in before[0]:
+                one.token_ids[-1] = PENDING
+        told = together.replay(logits, SampledRows(rows), before[1])
+        for one in rows:
+            if one.id in before[0]:
+                one.token_ids[-1] = before[0][one.id]
+        assert (together.sampler._tokens[max(len(rows), len(before[0])) :] == -7).all(), "rows that pad"
+        drawn = {}
+        for row, (one, event) in enumerate(zip(rows, told.events(), strict=True)):
+            (wanted,) = alone[one.id].launch(logits[row : row + 1], SampledRows([one])).events()
+            assert event == wanted, one.request.sampling
+            drawn[one.id] = event.token_id
+            one.token_ids.append(event.token_id)
+        before = drawn, told.sampled
+
+
+def test_recorded_step_chooses_no_token_if_a_mask_is_still_to_come() -> None:
+    sampler, logits = SamplerAlone((EOS,), 12, 4), torch.zeros(4, 12)
+    free, allowed = sequence("f", temperature=1.0, seed=1), sequence("a", allowed_token_ids=(3, 4))
+    sampler.sampler._tokens.fill_(-7)
+    staged = sampler.stage(SampledRows([free, allowed]))
+    assert not staged.is_recordable
+    sampler.sampler.choose(logits)
+    assert (sampler.sampler._tokens == -7).all()
+    told = sampler.sampler.launch(logits[:2], staged).events()
+    assert told[0] == events(logits[:1], free)[0]
+    assert told[1].token_id == 3

@@ -19,13 +19,16 @@ from eager_drafts import draft_always
 from image_prompts import PAD, RECIPES, ImageZoo, Pictured, mixed_prompts, picture, save_processor, serve
 from msgspec.structs import replace
 from preempting import preempting
+from quantized_zoo import CHECKPOINTS
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.common.settings.serving import ClassDeadlines, EngineSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.checkpoint import read_config
+from loramux.engine.execution.checkpoint import load_checkpoint, read_config
 from loramux.engine.execution.memory_plan import plan_memory
+from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.vision import Tower, images_refused, open_tower, rotary_positions
 from loramux.engine.messages import ImageInput, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, Step, StepBuilder
@@ -124,15 +127,33 @@ def test_images_over_two_ranks_are_answered_as_transformers_answers_them(
     zoo: ImageZoo, answers: dict[str, list[int]]
 ) -> None:
     """Rank 0 has computed them, also as an adapter changes the tower."""
-    of_tower = Pictured("tower", "tower", ((5, 6), picture(4, 20, 28), (7, 8)), 5)
-    asked = [*mixed_prompts(6), of_tower]
+    of_tower = [Pictured(name, name, ((5, 6), picture(4, 20, 28), (7, 8)), 5) for name in ON_THE_TOWER]
+    asked = [*mixed_prompts(6), *of_tower]
     engine = zoo.zoo.engine(max_num_batched_tokens=13, tensor_parallel_size=2)
     try:
         assert engine.facts.images
-        served = serve(zoo, engine, asked, [i // 2 for i in range(7)])
+        served = serve(zoo, engine, asked, [i // 2 for i in range(8)])
         assert served == {one.name: answers.get(one.name) or zoo.answer(one) for one in asked}
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("zoo", without(), indirect=True)
+def test_tower_is_read_by_rank_0_alone_and_planned_once(zoo: ImageZoo) -> None:
+    base, sharding = describe_base(zoo.zoo.base), Sharding(read_config(zoo.zoo.base), 2)
+    of_tower, of_text = [], []
+    for rank in (0, 1):
+        share = CheckpointShare(base, sharding, rank)
+        parameters = dict(load_checkpoint(zoo.zoo.base, "float32", torch.device("cpu"), share).named_parameters())
+        of_tower.append(4 * sum(one.numel() for name, one in parameters.items() if reads_other_inputs(name)))
+        of_text.append({name: one.shape for name, one in parameters.items() if not reads_other_inputs(name)})
+    plan = plan_memory(zoo.zoo.base, base, sharding, 4, 1 << 20, EngineSettings(block_size=16))
+    assert of_tower == [plan.tower_bytes, 0]
+    assert plan.tower_bytes > 0
+    assert of_text[0] == of_text[1]
+    alone = plan_memory(zoo.zoo.base, base, Sharding(sharding.config, 1), 4, 1 << 20, EngineSettings(block_size=16))
+    assert alone.tower_bytes == plan.tower_bytes
+    assert plan.total_bytes == 2 * (plan.weight_bytes + (1 << 20) + plan.expansion_bytes) + plan.tower_bytes
 
 
 @pytest.mark.parametrize("zoo", without(), indirect=True)
@@ -231,8 +252,6 @@ def test_tower_opens_next_to_one_that_hears(tmp_path: Path) -> None:
         model = transformers.AutoModelForImageTextToText.from_config(config)
     assert open_tower(model, tmp_path).whole_tokens == 0
     assert images_refused(tmp_path, config) is None
-    over_gpus = images_refused(tmp_path, config, over_gpus=True)
-    assert over_gpus == "images are not sent to other GPUs; set engine.tensor_parallel_size = 1"
     config.vision_config = None
     assert images_refused(tmp_path, config) == "the checkpoint has no vision tower"
 
@@ -574,19 +593,44 @@ def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
         engine.close()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_quantized_tower_refuses_images_and_text_is_answered_by_every_number_of_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    zoo = ImageZoo(Zoo("qwen2_5_vl", tmp_path))
+    made = zoo.zoo
+    model = made.auto.from_pretrained(made.base)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings, write = CHECKPOINTS["int8"]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parts, _ = write(tensors.pop(f"{name}.weight"))
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, made.base / "model.safetensors", {"format": "pt"})
+    facts = json.loads((made.base / "config.json").read_text()) | {"quantization_config": settings}
+    (made.base / "config.json").write_text(json.dumps(facts))
+    engine = made.engine(tensor_parallel_size=size)
+    try:
+        assert not engine.facts.images
+        assert len(serve(zoo, engine, [Asked("text", None, (5, 6, 7), 5)])["text"]) == 5
+    finally:
+        engine.close()
+    assert "the checkpoint's vision tower is quantized" in caplog.text
+
+
 @pytest.mark.parametrize("zoo", without(*OTHER_TEXTS), indirect=True)  # tiny experts are padded when they are packed
 def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         loaded, _ = load(zoo.zoo.base, image_bytes=300_000_000)
     (line,) = (record.message for record in caplog.records if " pool " in record.message)
-    assert line.endswith("on all linears, images 0.3 GB")
+    assert line.endswith("on all linears, vision tower 0.0 GB, images 0.3 GB")
     config, base = read_config(zoo.zoo.base), describe_base(zoo.zoo.base)
     plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, EngineSettings(block_size=16))
     parameters = loaded.runner._forward.model.named_parameters()
     tower = 4 * sum(part.numel() for name, part in parameters if reads_other_inputs(name))
-    assert tower > 0
+    assert plan.tower_bytes == tower > 0
     panels = 3 * 4 * 64 * 32 if zoo.zoo.family == "gemma4_images" else 0  # each layer has a linear of 10 columns
-    assert loaded.weight_bytes <= plan.weight_bytes - tower + panels, "a step does not read the tower"
+    assert loaded.weight_bytes <= plan.weight_bytes + panels, "a step does not read the tower"
 
 
 @pytest.mark.parametrize("zoo", without(*WHOLE, "mistral3_images"), indirect=True)

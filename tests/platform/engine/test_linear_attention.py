@@ -20,7 +20,6 @@ from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.runner import PackedStep
 from loramux.engine.execution.states import StateLayout, state_shape
-from loramux.engine.execution.vision import StepImages
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.policy import PageBudget
 from loramux.engine.scheduling.sequence import Sequence
@@ -195,8 +194,8 @@ def test_hybrid_cached_state_at_the_same_cut_gives_the_same_logits(dense: Zoo) -
     engine = dense.engine(max_num_batched_tokens=64)
     forward, seen = engine._runner._run, []
 
-    def keep_logits(packed: PackedStep, images: StepImages | None) -> torch.Tensor:
-        logits = forward(packed, images)
+    def keep_logits(packed: PackedStep) -> torch.Tensor:
+        logits = forward(packed)
         seen.append(logits.clone())
         return logits
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 from adapter_zoo import load, make_engine
 from quantized_zoo import CHECKPOINTS, QuantizedZoo
-from transformers import BertConfig, GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import BertConfig, Gemma3Config, GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.execution import loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
-from loramux.engine.execution.memory_plan import Card, MemoryPlan, limits_on, loading_alone, plan_memory
+from loramux.engine.execution.memory_plan import Card, MemoryPlan, limits_on, loading_alone, plan_memory, plan_on_card
+from loramux.engine.messages import StepLimits
 from loramux_adapters.base import auto_class, describe_base
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.sharding import Sharding
@@ -177,7 +178,7 @@ def load_on_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (85, 84, "none", {"engines_per_device": 6}, r"6 engines divide this GPU: let fewer use it"),
         (85, 12, "none", {}, r"85\.0 GB, of them 12\.0 GB free, .* other processes hold 73\.0 GB of it: end them"),
         (16.2, 16.1, "none", {}, r'set model.quantization = "int8" or "nf4"'),
-        (12, 11.8, "none", {}, r"weights 16\.1 GB, largest step 0\.1 GB, .* give a quantized checkpoint, or a larger"),
+        (12, 11.8, "none", {}, r"weights 16\.1 GB, largest step 0\.2 GB, .* give a quantized checkpoint, or a larger"),
         (12, 11.8, "int8", {}, r"also to be quantized there: give a quantized checkpoint, or a larger GPU"),
     ],
 )
@@ -197,10 +198,10 @@ def test_base_that_does_not_fit_a_card_is_refused_before_its_weights_are_read_wi
 @pytest.mark.parametrize(
     ("total", "free", "engines", "step", "pool"),
     [
-        (85, 84, None, "0.3", "59.1"),
-        (85, 84, 2, "0.3", "21.8"),
-        (85, 84, 4, "0.1", "2.9"),
-        (24, 23.6, None, "0.1", "5.0"),
+        (85, 84, None, "0.5", "58.9"),
+        (85, 84, 2, "0.5", "21.6"),
+        (85, 84, 4, "0.2", "2.9"),
+        (24, 23.6, None, "0.2", "5.0"),
     ],
 )
 def test_plan_of_a_card_has_the_pool_that_weights_and_step_leave_of_the_share(
@@ -242,6 +243,23 @@ def test_plan_of_ranks_divides_the_experts_in_mxfp4(gpt_oss_20b: Path, size: int
     plan = plan_memory(gpt_oss_20b, describe_base(gpt_oss_20b), sharding, 2, 1 << 30, EngineSettings())
     assert plan.is_quantized
     assert size * plan.weight_bytes == pytest.approx(13.76 * GB, rel=0.003)
+
+
+def test_plans_of_ranks_count_the_tower_on_rank_0s_card_alone(tmp_path: Path) -> None:
+    """The tower of a Gemma 3 of 4 billion parameters, with a small text."""
+    text = {"num_hidden_layers": 2, "hidden_size": 2560, "vocab_size": 1024}
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    directory = checkpoint_of_holes(
+        tmp_path, Gemma3Config(text_config=text, vision_config=vision | {"image_size": 896, "patch_size": 14})
+    )
+    sharding, base = Sharding(read_config(directory), 2), describe_base(directory)
+    settings = Settings(model=ModelSettings(path=str(directory), served_model_name="m"))
+    card, limits = Card("cuda:0", 24 * GB, 23 * GB, 0.9, 1), StepLimits(64, 256, 256)
+    first, other = (plan_on_card(directory, base, sharding, 2, settings, card, limits, rank) for rank in (0, 1))
+    assert first.tower_bytes == pytest.approx(0.87 * GB, rel=0.01)
+    assert "vision tower 0.9 GB on rank 0" in str(first)
+    assert (other.tower_bytes, "tower" in str(other)) == (0, False)
+    assert other.pool_bytes - first.pool_bytes == first.tower_bytes
 
 
 def test_two_engines_on_a_card_get_equal_pools() -> None:

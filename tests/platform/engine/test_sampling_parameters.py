@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampler_alone import SamplerAlone
 
 from loramux.common.sampling import DRAWING, KINDS, NEUTRAL, PARAMETERS, PENALTIES, STEERING, range_fault
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows
+from loramux.engine.execution.device_sampler import SampledRows
 from loramux.engine.execution.sampler import RequestState, draw_of, is_steered, steer
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import Sequence
@@ -46,9 +47,9 @@ def test_steer_applies_exactly_the_parameters_that_act_on_logits(name: str) -> N
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_device_applies_exactly_the_parameters_that_act_on_logits(name: str) -> None:
-    one, sampler = sequence(**example(name)), DeviceSampler((), torch.device("cpu"))
-    rows = sampler._allowed_only(LOGITS[None].clone(), [one])
-    batch = sampler._batch(SampledRows([one]), VOCAB, None)
+    one, sampler = sequence(**example(name)), SamplerAlone((), VOCAB)
+    rows = sampler.sampler._allowed_only(LOGITS[None].clone(), [one])
+    batch = sampler.stage(SampledRows([one])).batch
     assert torch.equal(kernels.steer(rows, batch)[0], LOGITS) == (name not in STEERING)
 
 
@@ -57,7 +58,7 @@ def test_draw_has_the_parameters_of_a_draw(name: str) -> None:
     value = PARAMETERS[name].example
     draw, neutral = (draw_of(one.request.sampling, 7, 2, 0) for one in (sequence(**example(name)), sequence()))
     assert replace(neutral, **{name: value}) == draw != neutral
-    batch = DeviceSampler((), torch.device("cpu"))._batch(SampledRows([sequence(**example(name))]), VOCAB, None)
+    batch = SamplerAlone((), VOCAB).stage(SampledRows([sequence(**example(name))])).batch
     assert getattr(batch, name).tolist() == pytest.approx([value])
 
 
@@ -67,7 +68,7 @@ def test_parameter_of_a_draw_removes_tokens(name: str) -> None:
     logits = LOGITS * 3
     draw = draw_of(sequence(**example(name)).request.sampling, 7, 2, 0)
     kept, _ = kernels.keep(logits, draw)
-    batch = DeviceSampler((), torch.device("cpu"))._batch(SampledRows([sequence(**example(name))]), VOCAB, None)
+    batch = SamplerAlone((), VOCAB).stage(SampledRows([sequence(**example(name))])).batch
     on_device = kernels.exclude((logits - logits.max())[None], batch)
     assert 0 < len(kept) == int(on_device.isfinite().sum()) < VOCAB
 
@@ -84,7 +85,7 @@ def test_engine_refuses_what_the_wire_refuses(name: str) -> None:
 
 def test_penalties_are_the_columns_of_the_device() -> None:
     examples = {name: PARAMETERS[name].example for name in PENALTIES}
-    batch = DeviceSampler((), torch.device("cpu"))._batch(SampledRows([sequence(**examples)]), VOCAB, None)
+    batch = SamplerAlone((), VOCAB).stage(SampledRows([sequence(**examples)])).batch
     assert batch.penalties is not None
     for name, value in examples.items():
         assert getattr(batch.penalties, name.removesuffix("_penalty")).tolist() == pytest.approx([value])

@@ -15,10 +15,11 @@ from delayed_runner import late_engine
 from eager_drafts import draft_always
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampler_alone import SamplerAlone
 from scheduler_harness import Harness, ManualHost
 
 from loramux.engine.engine import Engine
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, accepted
+from loramux.engine.execution.device_sampler import SampledRows, accepted
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.estimates import (
@@ -213,10 +214,10 @@ class DeviceRows:
     """Samples chunks as a GPU's runner does."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
-        self._sampler = DeviceSampler(eos_token_ids, torch.device("cpu"))
+        self._sampler = SamplerAlone(eos_token_ids, vocab=10, max_rows=24)
 
     def sample(self, logits: torch.Tensor, chunks: list[Chunk]) -> list[TokenEvent]:
-        return accepted(self._sampler.launch(logits.clone(), SampledRows.of(chunks), None).events(), chunks)
+        return accepted(self._sampler.launch(logits.clone(), SampledRows.of(chunks)).events(), chunks)
 
 
 @pytest.mark.parametrize("make_sampler", [Sampler, DeviceRows])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from adapter_zoo import Zoo
 
-from loramux.engine.execution.assembly import ATTENTION_COST
+from loramux.engine.scheduling.policy import ATTENTION_COST
+from loramux.simulator.scenario import model_of
 
 DENSE = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96
 """Products of a token in a layer: queries, keys and values, output, network."""
@@ -34,4 +35,6 @@ def test_context_that_costs_as_much_as_the_products_of_a_token_follows_the_base(
     expected = products / (ATTENTION_COST * attention) if attention else None
     with closing(Zoo(family, tmp_path).engine()) as engine:
         assert engine.facts.token_context == expected
+        if family == "llama":
+            assert model_of(str(tmp_path / "base")).token_context == expected, "the simulator counts as the engine"
         assert engine.scheduler.state.limits.token_context == (expected or math.inf)

@@ -15,8 +15,7 @@ from loramux.common.settings.file import Settings, SettingsError, load_settings
 from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings, FleetSettings, RaySettings
 from loramux.engine.client import EngineClient, EngineDied
 from loramux.fleet import launching
-from loramux.fleet.group import settings_of_engines
-from loramux.fleet.launching import RayDriver, launcher_of
+from loramux.fleet.launching import RayDriver, launcher_of, settings_of_engines
 from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
 from loramux.fleet.wire import (
     ENGINE_PUBLIC,

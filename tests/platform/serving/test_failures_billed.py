@@ -20,6 +20,8 @@ from loramux.data.records.ledger import LedgerRow
 from loramux.engine.client import ENGINE_DIED, EngineDied, OnEvent
 from loramux.engine.messages import EngineCount, EngineFault, Request, TokenEvent
 from loramux.money.usage import group_commit
+from loramux.money.usage import service as usage_service
+from loramux.money.usage.errors import TooManyUnsettled
 from loramux.serving import generation as generations
 from loramux.serving.errors import Draining
 from loramux.serving.generation import Generation
@@ -299,9 +301,9 @@ def test_request_that_the_database_does_not_settle_is_settled_later_unbilled(tmp
         await generation.task
         await asyncio.sleep(0)  # the service notes its end
         with pytest.raises(RecordsUnavailable):
-            await made.service.settle_late()
+            await made.usage.settle_late()
         made.usage.settle = settle
-        await made.service.settle_late()
+        await made.usage.settle_late()
         assert await ledger(made) == [("failed", (0, 0))]
 
     in_harness(test, tmp_path)
@@ -333,9 +335,9 @@ def test_abandoned_request_whose_opening_lost_its_reply_is_settled_after_the_out
             while not made.service.unsettled:  # noqa: ASYNC110  the service has no event for this
                 await asyncio.sleep(0.001)
         with pytest.raises(RecordsUnavailable):
-            await made.service.settle_late()
+            await made.usage.settle_late()
         writer._commit = commit
-        await made.service.settle_late()
+        await made.usage.settle_late()
         assert (made.service.unsettled, await ledger(made)) == (0, [("cancelled", (0, 0))])
         again = await begin(made, ManualEngine(), claim=claim)  # else StillRunning
         again.abort(Draining())
@@ -356,7 +358,83 @@ def test_request_whose_opening_is_uncertain_leaves_no_open_row(tmp_path: Path, c
         made.usage.open = broken
         with pytest.raises(RecordsUnavailable):
             await begin(made, ManualEngine())
-        await made.service.settle_late()
+        await made.usage.settle_late()
         assert await ledger(made) == ([("failed", (0, 0))] if committed else [])
+
+    in_harness(test, tmp_path)
+
+
+def test_outage_keeps_a_bounded_number_of_settlements_and_drops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the bound a request is refused before it could have a row; a running one is still settled."""
+    monkeypatch.setattr(group_commit, "PAUSES", ())
+    monkeypatch.setattr(usage_service, "MAX_UNSETTLED", 5)
+    monkeypatch.setattr(usage_service, "SETTLED_TOGETHER", 2)
+
+    async def test(made: Harness) -> None:
+        engine, writer = ManualEngine(), made.usage._writer
+        running = await begin(made, engine)
+        await asyncio.sleep(0)
+        commit, ids = writer._commit, []
+
+        async def fail(operations: Any) -> Any:
+            ids.extend(getattr(one, "id", None) or one.request_id for one in operations)
+            raise RecordsUnavailable("the database does not answer")
+
+        writer._commit = fail
+        for _ in range(12):
+            with pytest.raises(RecordsUnavailable) as refusal:
+                await begin(made, ManualEngine())
+            assert (refusal.value.status, refusal.value.code) == (503, "database_unavailable")
+        assert (made.service.unsettled, len(set(ids))) == (5, 5)
+        assert made.service.counters.requests["failed"] == 12
+        await complete(Run(made, engine, running))
+        assert await outcome(running) == "database_unavailable"
+        await running.task
+        await asyncio.sleep(0)  # the service notes its end
+        with pytest.raises(RecordsUnavailable):
+            await made.usage.settle_late()
+        assert made.service.unsettled == 6
+        writer._commit = commit
+        await made.usage.settle_late()
+        assert made.service.unsettled == 0
+        again = await begin(made, ManualEngine())
+        again.abort(Draining())
+        await again.task
+        assert await ledger(made) == [("failed", (0, 0)), ("failed", (0, 0))]
+
+    in_harness(test, tmp_path)
+
+
+def test_callers_that_leave_in_an_outage_are_bounded_before_their_settlements_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_service, "MAX_UNSETTLED", 3)
+
+    async def test(made: Harness) -> None:
+        writer, answers = made.usage._writer, asyncio.Event()
+        commit = writer._commit
+
+        async def hang(operations: Any) -> Any:
+            await answers.wait()
+            return await commit(operations)
+
+        writer._commit = hang
+        for _ in range(3):
+            beginning = asyncio.create_task(begin(made, ManualEngine()))
+            while not made.service.running:  # noqa: ASYNC110  the service has no event for this
+                await asyncio.sleep(0)
+            beginning.cancel()
+            await asyncio.wait({beginning})
+        try:
+            with pytest.raises(TooManyUnsettled):
+                await asyncio.wait_for(begin(made, ManualEngine()), 10)
+        finally:
+            answers.set()
+        while made.usage._num_abandoned:  # noqa: ASYNC110  the service has no event for this
+            await asyncio.sleep(0.001)
+        again = await begin(made, ManualEngine())
+        again.abort(Draining())
 
     in_harness(test, tmp_path)

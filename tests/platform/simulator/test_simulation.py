@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from loramux.engine.memory.pages import PageUse
 from loramux.engine.messages import AdapterRef
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
+from loramux.engine.scheduling.sequence import Step
 from loramux.simulator.engine import SimulatedStore, VirtualClock
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS, StepTime, StepWork
 from loramux.simulator.report import ServiceGap, SimulationReport, Times, plot_report
@@ -55,6 +57,54 @@ def test_the_same_scenario_gives_the_same_report_and_another_seed_does_not() -> 
     report = json.loads(reports[0])
     assert set(report) == KEYS
     assert set(report["ttft_ms"]) == set(report["itl_ms"]) == {"p50", "p99"}
+
+
+@pytest.mark.parametrize(("device", "is_counted"), [("cpu", True), ("h200", False)])
+def test_attention_of_prompts_next_to_answers_is_counted_as_in_the_engine_of_the_device(
+    device: str, *, is_counted: bool
+) -> None:
+    """On a CPU, a prompt of 6,000 tokens then takes more steps than its tokens alone."""
+    clients = [
+        {
+            "tenant": name,
+            "rate": 1.0,
+            "requests": 1,
+            "start_s": at,
+            "prompt_tokens": {"distribution": "constant", "tokens": prompt},
+            "output_tokens": {"distribution": "constant", "tokens": output},
+        }
+        for name, at, prompt, output in (("answer", 0.0, 8, 2000), ("prompt", 0.5, 6000, 1))
+    ]
+    data = {
+        "duration_s": 1.0,
+        "device": {"preset": device},
+        "model": {"preset": "qwen2.5-0.5b"},
+        "pool_tokens": 20_000,
+        "max_num_batched_tokens": 512,
+        "max_mixed_prefill_tokens": 256,
+        "clients": clients,
+    }
+    scenario = make_scenario(data, "a test")
+    simulation = Simulation(scenario)
+    (engine,) = simulation.engines
+    lengths = []
+    plan = engine.scheduler.plan
+
+    def observed() -> Step:
+        step = plan()
+        lengths.extend(chunk.length for chunk in step.chunks if chunk.length > 8)
+        return step
+
+    engine.scheduler.plan = observed  # type: ignore[method-assign]
+    simulation.run()
+    context = scenario.model.token_context
+    assert engine.scheduler.state.limits.token_context == (context if is_counted else math.inf)
+    assert sum(lengths) == 6000
+    start = 0
+    for length in lengths[:-1]:
+        cost = length + length * (start + length / 2) / context if is_counted else length
+        assert 0.98 * 256 < cost <= 256
+        start += length
 
 
 def test_every_token_is_counted_once_whatever_is_preempted() -> None:

@@ -54,7 +54,7 @@ class PlatformWorld(World):
         blobs = BlobStore(self.objects, self.folder / "cache", StorageFaults())
 
         @asynccontextmanager
-        async def open_database(settings: Settings) -> AsyncIterator[Database]:
+        async def open_database(settings: Settings, wait: object) -> AsyncIterator[Database]:
             yield database
 
         async def open_tenants(settings: Settings, database: Database) -> Tenants:

@@ -22,7 +22,6 @@ import msgspec
 from joserfc import jwt
 from joserfc.errors import InvalidKeyIdError, JoseError
 from joserfc.jwk import KeySet
-from sqlalchemy.engine import Row
 
 from loramux.accounts.tenants.account import DEFAULT_PROJECT
 from loramux.accounts.tenants.authority import ROLE_SCOPES, Role, closure, effective_scopes
@@ -31,12 +30,10 @@ from loramux.accounts.tenants.secrets import FailedAttempts, KnownKeys
 from loramux.common.identity import Origin, Principal, ProjectId, TenantId, is_name
 from loramux.common.public_http import bounded, outside_client
 from loramux.common.settings.server import IssuerSettings
-from loramux.data.records.credentials import CredentialRepository, KeyRow
+from loramux.data.records.credentials import CallerKey, CallerMember, CallerTenant, CredentialRepository
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
-from loramux.data.records.tenants import MemberRow, ProjectRow, TenantRow, TierRow
 
-Membership = Row[MemberRow, TenantRow, TierRow, ProjectRow]
 FIELD = "authorization"
 _INCORRECT = "Incorrect API key provided"
 """The beginning of OpenAI's refusal, by which clients and proxies recognise it."""
@@ -137,7 +134,7 @@ class Authenticator:
     async def _key(self, credential: Credential) -> Principal:
         found, digest = None, await self._known.possible_mac(credential.secret)
         if digest is not None:
-            async with self._database.read() as session:
+            async with self._database.look_up() as session:
                 found = await CredentialRepository(session).key(digest)
             if found is None:
                 self._known.remember_revoked(digest)
@@ -174,26 +171,23 @@ class Authenticator:
         return principal_of_member(chosen, is_operator=person.is_operator, origin=credential.origin)
 
 
-def principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: int, origin: Origin) -> Principal:
+def principal_of_key(key: CallerKey, now: int, origin: Origin) -> Principal:
     """Return the caller with this key. Raises InvalidKey, TenantSuspended."""
-    key, tenant, tier, project = found
     if key.expires_at is not None and key.expires_at <= now:
         ended = datetime.fromtimestamp(key.expires_at / 1e6, UTC).isoformat(timespec="seconds")
         raise InvalidKey(f"{_INCORRECT}: the API key has expired ({ended}); ask for a new one", FIELD)
-    _ensure_active(tenant)
-    if project.archived_at is not None:
+    _ensure_active(key)
+    if key.archived_at is not None:
         raise InvalidKey(
-            f"{_INCORRECT}: the project {project.name!r} of this API key is archived; use a key of another project, or "
-            "have this one restored (POST /v1/projects with its name)",
+            f"{_INCORRECT}: the project {key.project_name!r} of this API key is archived; use a key of another "
+            "project, or have this one restored (POST /v1/projects with its name)",
             FIELD,
         )
     models = None if key.models is None else frozenset(key.models.splitlines())
     return principal_in(
-        tenant,
-        tier,
+        key,
         key_id=key.id,
         scopes=effective_scopes(key.scopes.split(), models),
-        project=key.project_id,
         models=models,
         origin=origin,
         expires_at=key.expires_at,
@@ -201,52 +195,50 @@ def principal_of_key(found: Row[KeyRow, TenantRow, TierRow, ProjectRow], now: in
     )
 
 
-def principal_of_member(found: Membership, *, is_operator: bool, origin: Origin) -> Principal:
+def principal_of_member(member: CallerMember, *, is_operator: bool, origin: Origin) -> Principal:
     """Return a person as a caller. Raises TenantSuspended."""
-    member, tenant, tier, project = found
-    _ensure_active(tenant)
+    _ensure_active(member)
     role = Role(member.role)
     return principal_in(
-        tenant,
-        tier,
+        member,
         key_id=member.id,
         scopes=closure(ROLE_SCOPES[role] | ({"operator"} if is_operator else set())),
-        project=project.id,
         role=role,
         origin=origin,
         lineage=(member.id,),
     )
 
 
-def principal_in(tenant: TenantRow, tier: TierRow, **caller: Any) -> Principal:
-    """Return a caller in this tenant, with the rights that the tenant and its tier give to every caller."""
+def principal_in(tenant: CallerTenant, **caller: Any) -> Principal:
+    """Return a caller in this tenant and project, with the rights that the tenant and its tier give to every caller."""
     return Principal(
-        tenant=tenant.id,
-        tenant_name=tenant.name,
-        tier=tier.name,
-        service_class=tier.service_class,
-        weight=tier.weight,
-        service_tiers=frozenset(tier.service_tiers.split()),
+        tenant=tenant.tenant_id,
+        tenant_name=tenant.tenant_name,
+        tier=tenant.tier,
+        service_class=tenant.service_class,
+        weight=tenant.weight,
+        service_tiers=frozenset(tenant.service_tiers.split()),
         zero_retention=tenant.zero_retention,
+        project=tenant.project_id,
         **caller,
     )
 
 
-def _chosen(found: Sequence[Membership], organization: str | None) -> Membership:
+def _chosen(found: Sequence[CallerMember], organization: str | None) -> CallerMember:
     """Return the membership that the caller means. Raises InvalidKey rather than guess."""
     if organization is not None and is_name(organization):
-        found = [one for one in found if one[1].name == organization]
+        found = [one for one in found if one.tenant_name == organization]
     if not found:
         raise InvalidKey("this person is no member of that organization, or it has no such project", FIELD)
     if len(found) > 1:
-        names = ", ".join(one[1].name for one in found)[:200]
+        names = ", ".join(one.tenant_name for one in found)[:200]
         raise InvalidKey(f"you are a member of {names}: name one in the header OpenAI-Organization", FIELD)
     return found[0]
 
 
-def _ensure_active(tenant: TenantRow) -> None:
+def _ensure_active(tenant: CallerTenant) -> None:
     if tenant.suspended_at is not None:
-        raise TenantSuspended(f"the tenant {tenant.name!r} is suspended; talk to your operator", None)
+        raise TenantSuspended(f"the tenant {tenant.tenant_name!r} is suspended; talk to your operator", None)
 
 
 class Person(msgspec.Struct, frozen=True):

@@ -187,7 +187,7 @@ class Sessions:
                 raise TenantNotFound(f"there is no tenant {tenant[:80]!r}", "tenant")
             await SessionRepository(change.session).view(session.id, " ".join(viewed))
             note = SessionNote(id=session.id, holder=session.principal.key_id, ends_at=session.ends_at)
-            await change.note("session.view", found[0].id, tenant=found[0].id, after=note)
+            await change.note("session.view", found.tenant_id, tenant=found.tenant_id, after=note)
         return msgspec.structs.replace(session, viewed=viewed)
 
     async def principal_viewing(self, session: Session, tenant: str) -> Principal:
@@ -198,13 +198,10 @@ class Sessions:
             found = await SessionRepository(database).tenant(tenant, DEFAULT_PROJECT)
         if found is None:
             raise TenantNotFound(f"there is no tenant {tenant[:80]!r}", "tenant")
-        owner, tier, project = found
         return principal_in(
-            owner,
-            tier,
+            found,
             key_id=session.principal.key_id,
             scopes=VIEWING_SCOPES,
-            project=project.id,
             origin=session.principal.origin,
             lineage=session.principal.lineage,
         )
@@ -392,12 +389,12 @@ class SignIns:
         """
         async with self._database.read() as session:
             found = await CredentialRepository(session).person(person.issuer, person.subject, DEFAULT_PROJECT)
-        chosen = [one for one in found if tenant in ("", one[1].name)]
+        chosen = [one for one in found if tenant in ("", one.tenant_name)]
         if not chosen:
             logger.warning("%r of %s signed in, and is no member of any tenant", person.subject[:200], person.issuer)
             raise NotAMember("no tenant here has you as a member")
         if len(chosen) > 1:
-            raise SeveralTenants(person.issuer, [one[1].name for one in chosen])
+            raise SeveralTenants(person.issuer, [one.tenant_name for one in chosen])
         return principal_of_member(chosen[0], is_operator=person.is_operator, origin=origin)
 
     async def _endpoint(self, issuer: str, name: str) -> str:

@@ -230,7 +230,7 @@ class ModelResolver:
         return None if near == model else near
 
     async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
-        async with self._database.read() as session:
+        async with self._database.look_up() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             if name.number is None:
                 found = await access.aliased(name.tenant, name.adapter, name.alias or DEFAULT_ALIAS)

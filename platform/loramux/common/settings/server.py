@@ -110,6 +110,8 @@ class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     url: str = "sqlite:///var/loramux.sqlite3"
     """sqlite:///PATH (relative to the settings file) or postgresql://..."""
+    start_seconds: Seconds = 60.0
+    """Seconds for which a server or a trainer that starts waits for a database that does not answer."""
     blobs: str = "var/blobs"
     """The store of adapters' files: a folder, or s3://BUCKET/PREFIX, gs://..., az://..."""
     blob_options: dict[str, str] = {}

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from sqlalchemy import (
     CheckConstraint,
     ColumnElement,
     CursorResult,
+    Executable,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -27,7 +29,6 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
@@ -100,29 +101,61 @@ class PepperRepository(Repository):
         return (await (await self._session.connection()).execute(statement)).rowcount
 
 
+class CallerTenant(msgspec.Struct, frozen=True, kw_only=True):
+    """A caller's tenant, with its tier, and a project of the tenant."""
+
+    tenant_id: TenantId
+    tenant_name: str
+    suspended_at: int | None
+    zero_retention: bool
+    tier: str
+    service_class: str
+    weight: int
+    service_tiers: str
+    project_id: ProjectId
+    project_name: str
+    archived_at: int | None
+    """The time at which the project was archived."""
+
+
+class CallerKey(CallerTenant, frozen=True, kw_only=True):
+    """A key that is not revoked, in its tenant and project."""
+
+    id: str
+    scopes: str
+    models: str | None
+    expires_at: int | None
+    lineage: str
+
+
+class CallerMember(CallerTenant, frozen=True, kw_only=True):
+    """A member of a tenant, in a project of the tenant."""
+
+    id: str
+    role: str
+
+
 class CredentialRepository(Repository):
     """Lookups of the tenant for a secret's MAC or a person's identity, each in one statement."""
 
-    async def key(self, mac: bytes) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
-        """Return the key with this MAC unless it is revoked, with its tenant, tier and project."""
-        return (await self._session.execute(_KEY_OF_MAC, {"mac": mac})).one_or_none()
+    async def key(self, mac: bytes) -> CallerKey | None:
+        """Return the key with this MAC unless it is revoked."""
+        return await self._key(_KEY_OF_MAC, mac=mac)
 
-    async def key_of_id(self, tenant: TenantId, id: str) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
-        """Return the tenant's key of that id unless it is revoked, with its tenant, tier and project."""
-        statement = _keys().where(KeyRow.tenant_id == tenant, KeyRow.id == id, KeyRow.revoked_at.is_(None))
-        return (await self._session.execute(statement)).one_or_none()
+    async def key_of_id(self, tenant: TenantId, id: str) -> CallerKey | None:
+        """Return the tenant's key of that id unless it is revoked."""
+        return await self._key(_keys().where(KeyRow.tenant_id == tenant, KeyRow.id == id, KeyRow.revoked_at.is_(None)))
 
-    async def newest_key(
-        self, tenant: TenantId, line: str, now: int
-    ) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
+    async def newest_key(self, tenant: TenantId, line: str, now: int) -> CallerKey | None:
         """Return the newest working key of a chain of rotations; `line` is the id of its first key."""
         statement = _keys().where(KeyRow.tenant_id == tenant, *_in_line(line, now))
-        newest = statement.order_by(KeyRow.created_at.desc(), KeyRow.id.desc()).limit(1)
-        return (await self._session.execute(newest)).one_or_none()
+        return await self._key(statement.order_by(KeyRow.created_at.desc(), KeyRow.id.desc()).limit(1))
 
-    async def member(
-        self, tenant: TenantId, id: str, project: ProjectId
-    ) -> Row[MemberRow, TenantRow, TierRow, ProjectRow] | None:
+    async def _key(self, statement: Executable, **parameters: Any) -> CallerKey | None:
+        row = (await self._session.execute(statement, parameters)).one_or_none()
+        return None if row is None else CallerKey(**row._mapping)
+
+    async def member(self, tenant: TenantId, id: str, project: ProjectId) -> CallerMember | None:
         """Return a member of the tenant with that project, unless the project is archived."""
         statement = _members().where(
             MemberRow.tenant_id == tenant,
@@ -130,11 +163,10 @@ class CredentialRepository(Repository):
             ProjectRow.id == project,
             ProjectRow.archived_at.is_(None),
         )
-        return (await self._session.execute(statement)).one_or_none()
+        row = (await self._session.execute(statement)).one_or_none()
+        return None if row is None else CallerMember(**row._mapping)
 
-    async def person(
-        self, issuer: str, subject: str, project: str
-    ) -> Sequence[Row[MemberRow, TenantRow, TierRow, ProjectRow]]:
+    async def person(self, issuer: str, subject: str, project: str) -> list[CallerMember]:
         """Return the memberships of this person in tenants that have an open project of that name."""
         statement = (
             _members()
@@ -142,7 +174,7 @@ class CredentialRepository(Repository):
             .where(ProjectRow.name == project, ProjectRow.archived_at.is_(None))
             .order_by(TenantRow.name)
         )
-        return (await self._session.execute(statement)).all()
+        return [CallerMember(**row._mapping) for row in await self._session.execute(statement)]
 
     async def macs_since(self, created_at: int) -> Sequence[bytes]:
         """Return the MACs of keys that were made at or after `created_at` and are not revoked."""
@@ -180,26 +212,38 @@ def _in_line(line: str, now: int) -> tuple[ColumnElement[bool], ...]:
     return *_live(now), (KeyRow.lineage == line) | KeyRow.lineage.startswith(f"{line} ", autoescape=True)
 
 
-def _keys() -> Select[KeyRow, TenantRow, TierRow, ProjectRow]:
-    return (
-        select(KeyRow, TenantRow, TierRow, ProjectRow)
-        .join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-        .join(TierRow, TierRow.name == TenantRow.tier)
-        .join(ProjectRow, (ProjectRow.tenant_id == KeyRow.tenant_id) & (ProjectRow.id == KeyRow.project_id))
-    )
+KEYS, MEMBERS, TENANTS, TIERS, PROJECTS = map(table_of, (KeyRow, MemberRow, TenantRow, TierRow, ProjectRow))
+_TENANT = (
+    TENANTS.c.id.label("tenant_id"),
+    TENANTS.c.name.label("tenant_name"),
+    TENANTS.c.suspended_at,
+    TENANTS.c.zero_retention,
+    TIERS.c.name.label("tier"),
+    TIERS.c.service_class,
+    TIERS.c.weight,
+    TIERS.c.service_tiers,
+    PROJECTS.c.id.label("project_id"),
+    PROJECTS.c.name.label("project_name"),
+    PROJECTS.c.archived_at,
+)
+"""The columns of CallerTenant."""
+_OWN = (TENANTS.join(TIERS, TIERS.c.name == TENANTS.c.tier)).join(PROJECTS, PROJECTS.c.tenant_id == TENANTS.c.id)
+"""Each tenant with its tier, once for each of its projects."""
 
 
-_KEY_OF_MAC = _keys().where(KeyRow.mac == bindparam("mac"), KeyRow.revoked_at.is_(None))
+def _keys() -> Select[*tuple[Any, ...]]:
+    project = (KEYS.c.tenant_id == TENANTS.c.id) & (KEYS.c.project_id == PROJECTS.c.id)
+    facts = (KEYS.c.id, KEYS.c.scopes, KEYS.c.models, KEYS.c.expires_at, KEYS.c.lineage)
+    return select(*_TENANT, *facts).select_from(_OWN.join(KEYS, project))
+
+
+_KEY_OF_MAC = _keys().where(KEYS.c.mac == bindparam("mac"), KEYS.c.revoked_at.is_(None))
 """Every request executes it, so it is built once."""
 
 
-def _members() -> Select[MemberRow, TenantRow, TierRow, ProjectRow]:
-    return (
-        select(MemberRow, TenantRow, TierRow, ProjectRow)
-        .join(TenantRow, TenantRow.id == MemberRow.tenant_id)
-        .join(TierRow, TierRow.name == TenantRow.tier)
-        .join(ProjectRow, ProjectRow.tenant_id == TenantRow.id)
-    )
+def _members() -> Select[*tuple[Any, ...]]:
+    members = _OWN.join(MEMBERS, MEMBERS.c.tenant_id == TENANTS.c.id)
+    return select(*_TENANT, MEMBERS.c.id, MEMBERS.c.role).select_from(members)
 
 
 class KeyRepository(TenantScoped):
@@ -336,12 +380,8 @@ class SessionRepository(Repository):
         ended = (SessionRow.expires_at <= now) | idle
         await self._session.execute(delete(SessionRow).where(ended))
 
-    async def tenant(self, name: str, project: str) -> Row[TenantRow, TierRow, ProjectRow] | None:
+    async def tenant(self, name: str, project: str) -> CallerTenant | None:
         """Return a tenant by name, with its tier and one of its projects."""
-        statement = (
-            select(TenantRow, TierRow, ProjectRow)
-            .join(TierRow, TierRow.name == TenantRow.tier)
-            .join(ProjectRow, (ProjectRow.tenant_id == TenantRow.id) & (ProjectRow.name == project))
-            .where(TenantRow.name == name)
-        )
-        return (await self._session.execute(statement)).one_or_none()
+        statement = select(*_TENANT).select_from(_OWN).where(TenantRow.name == name, ProjectRow.name == project)
+        row = (await self._session.execute(statement)).one_or_none()
+        return None if row is None else CallerTenant(**row._mapping)

@@ -104,6 +104,11 @@ def parse_url(url: str) -> URL:
     raise UnsupportedUrl(f"records url {parsed!r} is not supported; write sqlite:///PATH or postgresql://...")
 
 
+def address_of(url: URL) -> str:
+    """Return `url` without credentials and options, as messages may show it."""
+    return URL.create(url.get_backend_name(), host=url.host, port=url.port, database=url.database).render_as_string()
+
+
 def sqlite_file(url: URL) -> Path | None:
     """Return the path of an embedded database; None for PostgreSQL."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
@@ -134,16 +139,17 @@ class SqliteConnection(aiosqlite.Connection):
     makes four calls for a statement, three to begin a transaction, and two to end it.
     """
 
-    def __init__(self, begin: str, *arguments: Any, is_reader: bool, **options: Any) -> None:
-        """`begin` is the statement that begins a transaction; the arguments are those of `sqlite3.connect`."""
+    def __init__(self, *arguments: Any, is_reader: bool, **options: Any) -> None:
+        """The arguments are those of `sqlite3.connect`."""
         super().__init__(partial(sqlite3.connect, *arguments, **options), iter_chunk_size=64)
-        self._begin, self._is_reader = begin, is_reader
+        self._is_reader = is_reader
+        self._begin = ""
         self._transaction: Literal["none", "due", "open"] = "none"
         """`due`: the transaction begins with the next statement."""
 
-    def begin(self) -> None:
-        """Let a transaction begin, with its first statement."""
-        self._transaction = "due"
+    def begin(self, statement: str) -> None:
+        """Let `statement` begin a transaction, together with the transaction's first statement."""
+        self._begin, self._transaction = statement, "due"
 
     def cursor(self) -> SqliteCursor:  # type: ignore[override]  # SQLAlchemy needs less
         """Return a cursor for one statement."""
@@ -219,9 +225,10 @@ class SqliteCursor:
 
 
 class Database:
-    """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write.
+    """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write. `look_up()` reads
+    without a snapshot.
 
-    `begin` and `read` raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
+    All three raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
     RecordsUnavailable for a database that does not answer.
 
     SQLite allows one writer at a time, so writers of this process share one connection and queue for it in order. They
@@ -234,7 +241,7 @@ class Database:
     def __init__(self, url: str, *, clock: Clock = unix_microseconds) -> None:
         self.url = parse_url(url)
         self.now = clock
-        self._writer, self._reader = _engines(self.url)
+        self._writer, self._reader, self._finder = _engines(self.url)
         self._probe = _probe_engine(self.url)
         self._pool_wait = PoolWait(self.is_reachable)
         self._has_one_writer = sqlite_file(self.url) is not None
@@ -253,6 +260,16 @@ class Database:
     async def read(self) -> AsyncIterator[AsyncSession]:
         """Open one read-only transaction over one snapshot."""
         async with self._share(), _transaction(self._reader, self._pool_wait) as session:
+            yield session
+
+    @asynccontextmanager
+    async def look_up(self) -> AsyncIterator[AsyncSession]:
+        """Open a session for statements that only read and need no common snapshot: usually there is one statement.
+
+        On SQLite no transaction is begun and ended. On PostgreSQL the connection's isolation is not changed and
+        restored, which takes as long as a round trip.
+        """
+        async with self._share(), _transaction(self._finder, self._pool_wait) as session:
             yield session
 
     @asynccontextmanager
@@ -366,14 +383,14 @@ async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -
     except DataError as error:
         raise ValueRefused(str(error.orig)) from error
     except (OperationalError, PoolTimeout) as error:
-        raise RecordsUnavailable(f"the database does not answer: {_first_line(error)}") from error
+        raise RecordsUnavailable(f"the database does not answer: {first_line(error)}") from error
     except DBAPIError as error:
         if error.connection_invalidated or isinstance(error, InterfaceError):
-            raise RecordsUnavailable(f"the connection to the database broke: {_first_line(error)}") from error
+            raise RecordsUnavailable(f"the connection to the database broke: {first_line(error)}") from error
         raise
 
 
-def _first_line(error: SQLAlchemyError) -> str:
+def first_line(error: SQLAlchemyError) -> str:
     """Return the driver's own sentence, without the statement and the hints that follow it."""
     lines = str(getattr(error, "orig", None) or error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -381,30 +398,30 @@ def _first_line(error: SQLAlchemyError) -> str:
 
 def _probe_engine(url: URL) -> AsyncEngine:
     if sqlite_file(url) is None:
-        return create_async_engine(
-            url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=_connect_args(url)
-        )
-    return _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=1)
+        return create_async_engine(url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=connect_args(url))
+    return _sqlite_engine(url, is_reader=True, pool_size=1)
 
 
-def _sqlite_engine(url: URL, begin: str, *, is_reader: bool, **options: Any) -> AsyncEngine:
+def _sqlite_engine(url: URL, *, is_reader: bool, **options: Any) -> AsyncEngine:
     """Return an engine whose connections are SqliteConnections."""
     engine = create_async_engine(url.set(drivername="sqlite+aiosqlite"), max_overflow=0, **options)
     set_pragmas(engine.sync_engine, **({"query_only": "ON"} if is_reader else {}))
 
     @event.listens_for(engine.sync_engine, "do_connect")
     def connect(dialect: Any, _record: object, arguments: Any, options: Any) -> Any:
-        creator = partial(SqliteConnection, begin, is_reader=is_reader)
+        creator = partial(SqliteConnection, is_reader=is_reader)
         return dialect.loaded_dbapi.connect(*arguments, async_creator_fn=creator, **options)
 
     @event.listens_for(engine.sync_engine, "begin")
     def start(connection: Any) -> None:
-        connection.connection.driver_connection.begin()
+        if statement := connection.get_execution_options().get("begin"):
+            connection.connection.driver_connection.begin(statement)
 
     return engine
 
 
-def _connect_args(url: URL) -> dict[str, int]:
+def connect_args(url: URL) -> dict[str, int]:
+    """Return the arguments of a connection to PostgreSQL that its URL does not have."""
     return {name: value for name, value in POSTGRESQL.items() if name not in url.query}
 
 
@@ -421,7 +438,8 @@ def _bound_lock_waits(engine: Engine) -> None:
         connection.commit()
 
 
-def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
+def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine, AsyncEngine]:
+    """Return the engines that write, that read one snapshot, and that look up without a snapshot."""
     if sqlite_file(url) is None:
         engine = create_async_engine(
             url,
@@ -429,13 +447,15 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
             pool_size=10,
             max_overflow=10,
             pool_timeout=CONNECT_SECONDS,
-            connect_args=_connect_args(url),
+            connect_args=connect_args(url),
         )
         _bound_lock_waits(engine.sync_engine)
-        return engine, engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        snapshots = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        return engine, snapshots, engine
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}, "pool_timeout": 60}
-    writer = _sqlite_engine(url, "BEGIN IMMEDIATE", is_reader=False, pool_size=1, **options)
-    return writer, _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=READERS, **options)
+    writer = _sqlite_engine(url, is_reader=False, pool_size=1, **options)
+    reader = _sqlite_engine(url, is_reader=True, pool_size=READERS, **options)
+    return writer.execution_options(begin="BEGIN IMMEDIATE"), reader.execution_options(begin="BEGIN"), reader
 
 
 async def advisory_lock(session: AsyncSession, lock: int) -> None:

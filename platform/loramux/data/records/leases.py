@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, select, update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped
 
-from loramux.data.records.database import Database, is_postgresql, sqlite_file
+from loramux.data.records.database import Database, first_line, is_postgresql, sqlite_file
+from loramux.data.records.errors import RecordsUnavailable
 
 SERVERS = 7_401_003
 """The first part of the two-part PostgreSQL locks of living servers; the second part is the hash of the server's id."""
@@ -116,7 +117,9 @@ def _is_unlocked(lock: Path) -> bool:
 async def _keep_locked(
     database: Database, key: tuple[object, ...], held: asyncio.Future[None], ended: asyncio.Event
 ) -> None:
-    """Hold an advisory lock until `ended`, and set `held` when it is held. Raises DBAPIError if this fails at first."""
+    """Hold an advisory lock until `ended`, and set `held` when it is held. Raises RecordsUnavailable if this fails the
+    first time.
+    """
     while not ended.is_set():
         try:
             async with database.connect() as connection:
@@ -129,9 +132,10 @@ async def _keep_locked(
                     await connection.commit()
                 await connection.execute(select(func.pg_advisory_unlock(*key)))
                 await connection.commit()
-        except (DBAPIError, PoolTimeout, OSError):
+        except (DBAPIError, PoolTimeout, OSError) as error:
             if not held.done():
-                raise
+                reason = first_line(error) if isinstance(error, SQLAlchemyError) else error
+                raise RecordsUnavailable(f"the database does not answer: {reason}") from error
             await _is_set_within(ended, LOCK_SECONDS)
 
 

@@ -45,7 +45,16 @@ from loramux.data.records import (  # noqa: F401 - each declares tables
     webhooks,
 )
 from loramux.data.records.base import Base
-from loramux.data.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, set_pragmas, sqlite_file
+from loramux.data.records.database import (
+    BUSY_SECONDS,
+    MIGRATIONS,
+    address_of,
+    connect_args,
+    first_line,
+    parse_url,
+    set_pragmas,
+    sqlite_file,
+)
 from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 
 METADATA = Base.metadata
@@ -172,7 +181,9 @@ def _ensure_floor(connection: Connection, revision: str) -> None:
 @contextmanager
 def _connect(url: URL) -> Iterator[Connection]:
     is_sqlite = sqlite_file(url) is not None
-    engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else {})
+    engine = create_engine(
+        url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else connect_args(url)
+    )
     if is_sqlite:
         # a rebuilt table is dropped while other tables refer to it, so `migrate` checks the foreign keys at its end
         set_pragmas(engine, foreign_keys="OFF")
@@ -181,6 +192,6 @@ def _connect(url: URL) -> Iterator[Connection]:
         with engine.connect() as connection:
             yield connection
     except DBAPIError as error:
-        raise RecordsUnavailable(f"the database {url!r} cannot be used: {error.orig}") from error
+        raise RecordsUnavailable(f"the database {address_of(url)} cannot be used: {first_line(error)}") from error
     finally:
         engine.dispose()

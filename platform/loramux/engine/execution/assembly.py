@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,9 +39,9 @@ from loramux.engine.execution.multi_token import HeadDrafter, MultiTokenHead
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
-from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, open_tower
+from loramux.engine.execution.vision import NO_EFFECTS, Tower, image_row_shape, images_refused, open_tower
 from loramux.engine.messages import StepLimits
-from loramux.engine.scheduling.policy import limits_with_images
+from loramux.engine.scheduling.policy import limits_with_images, token_context
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, expert_name, is_expert
 from loramux_adapters.base_weights import BaseWeights, QuantizedExperts, QuantizedLinear
@@ -61,9 +62,8 @@ NO_DRAFTS_OVER_STATES = (
     'is drafted on a GPU. Set it to "off".'
 )
 
-ATTENTION_COST = 2.0
-"""Time of a multiplication in a CPU's attention, with its part of the softmax, over the time of one in its products. On
-a Zen 5, with 2, chunks of few tokens after a long context took as long as chunks of many tokens after none."""
+NO_IMAGES = -1
+"""Value in the place of `Tower.whole_tokens` if prompts have no images."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -112,7 +112,7 @@ def load_share(
     if rank and device.type == "cuda":  # rank 0 has planned its own card, before it started this process
         itemsize = itemsize_of(sharding.config, dtype, device)
         card, limits = Card.of(device, engine), limits_on(device, engine)
-        plan_on_card(directory, base, sharding, itemsize, settings, card, limits)
+        plan_on_card(directory, base, sharding, itemsize, settings, card, limits, rank)
     model = load_checkpoint(directory, dtype, device, CheckpointShare(base, sharding, rank), progress)
     meet()
     is_ordered = device.type == "cpu" or engine.batch_invariant
@@ -169,7 +169,7 @@ def assemble_share(
     if ranks is not None:  # their cards may differ
         limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
     head = MultiTokenHead.load(model, Path(settings.model.path)) if settings.engine.speculation == "mtp" else None
-    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
+    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites))
     base_layers = layout.layers[: model.config.get_text_config().num_hidden_layers]
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and limits.max_draft_tokens and model.device.type != "cpu":
@@ -193,25 +193,25 @@ def assemble_share(
         weight_bytes += head.num_bytes
     fuse_layers(model, base_layers)
     install_state_layers(model)
-    is_first = shard is None or shard.ranks.rank == 0
-    over_gpus = shard is not None and runs_triton(no_pool)
-    tower = _tower(model, settings, over_gpus=over_gpus) if is_first else None
-    if tower is not None:
-        probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
-        activation_bytes = activation_bytes * limits.most_rows // probed + tower.gpu_bytes
+    tower, whole_tokens = _open_tower(model, settings, ranks)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
     forward = Forward(model, [], bank, is_invariant=is_invariant, ranks=ranks)
-    if tower is None and (is_first or over_gpus):  # all ranks record the same steps
+    if whole_tokens is None:
         forward.effects = NO_EFFECTS
+    else:
+        probed, limits = limits.most_rows, limits_with_images(limits, whole_tokens)
+        image_bytes = limits.most_rows * math.prod(image_row_shape(model.config)) * model.dtype.itemsize
+        activation_bytes = activation_bytes * limits.most_rows // probed + image_bytes
+    activation_bytes += 0 if tower is None else tower.gpu_bytes
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot, ranks)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    context = token_context(sites, base, base_layers, model.config) if choice is not None else None
+    context = token_context_of(sites, base, base_layers, model.config) if choice is not None else None
     return AssembledModel(
         forward,
         weights,
@@ -243,10 +243,21 @@ def _choose_packing(
     return Packing(settings.model.quantization, None if choice is None else choice.form), choice
 
 
-def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> Tower | None:
+def _open_tower(model: PreTrainedModel, settings: Settings, ranks: Ranks | None) -> tuple[Tower | None, int | None]:
+    """Return the vision tower, on rank 0 alone, and its `whole_tokens`, on all ranks; None: prompts have no images.
+
+    All ranks must record the same steps, and only rank 0 knows if the tower fits its memory.
+    """
+    tower = _tower(model, settings) if ranks is None or ranks.rank == 0 else None
+    whole_tokens = NO_IMAGES if tower is None else tower.whole_tokens
+    whole_tokens = whole_tokens if ranks is None else ranks.first(whole_tokens)
+    return tower, None if whole_tokens == NO_IMAGES else whole_tokens
+
+
+def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
     """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
     directory, name = Path(settings.model.path), settings.model.served_model_name
-    if (reason := images_refused(directory, model.config, over_gpus=over_gpus)) is None:
+    if (reason := images_refused(directory, model.config)) is None:
         most_tokens = settings.images.max_tokens
         try:
             tower = open_tower(model, directory)
@@ -261,7 +272,7 @@ def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> To
     return None
 
 
-def token_context(
+def token_context_of(
     sites: Mapping[str, Site], base: BaseDescription, layers: Iterable[LayerShape], config: PretrainedConfig
 ) -> float | None:
     """Return the tokens of context whose attention costs a token as much as its products with the weights in `sites`;
@@ -281,8 +292,7 @@ def token_context(
         if not reads_other_inputs(name)
     )
     whole = [layer for layer in layers if layer.options.sliding_window is None]
-    attention = ATTENTION_COST * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole)
-    return products / attention if attention else None
+    return token_context(products, sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole))
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
@@ -340,7 +350,6 @@ def _graph_bytes(
     """
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.cuda_graphs import count_recordings
-    from loramux.engine.execution.device_sampler import DeviceSampler
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     device, bank = forward.model.device, forward.bank
@@ -355,7 +364,7 @@ def _graph_bytes(
     for buckets in (1, 2):
         runner = GpuRunner.build(
             forward,
-            DeviceSampler((), device),
+            (),
             None,
             limits,
             longest,
@@ -472,9 +481,10 @@ def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, wides
     return layout.with_block_size(settings.engine.block_size, held), peak - before
 
 
-def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
-    """Return the elements of the widest rank tile that adapters of `sites` have."""
-    return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
+def widest_tile(sites: Mapping[str, LinearShape | ParameterShape | Site]) -> int:
+    """Return the elements of the widest rank tile that adapters of `sites` have in the pool: a tower's have none."""
+    of_text = [site for name, site in sites.items() if not reads_other_inputs(name)]
+    return RANK_TILE * max(max(site.in_features, site.out_features) for site in of_text)
 
 
 def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, ranks: Ranks | None) -> int:
@@ -497,7 +507,7 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, rank
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
     """Refuse pages that cannot hold the widest rank tile, because valid adapters could not be loaded."""
-    widest = widest_tile(sites.values())
+    widest = widest_tile(sites)
     if widest > layout.page_elements:
         raise UnsupportedModel(
             f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use "

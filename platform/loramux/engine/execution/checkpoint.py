@@ -42,6 +42,7 @@ from loramux_adapters.base import MODEL_LOCK, auto_class, served_config
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.checkpoint_config import is_classifier, refusal_of_config
 from loramux_adapters.families import SWITCHING_ROPES, Encoder, encoder_of, family_of, reads_other_inputs
+from loramux_adapters.sharding import is_held_by
 from loramux_kernels.device import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ def load_checkpoint(
         form["key_mapping"] = {r"^language_model\.": ""}
     quantized: list[str] = []
     if (stored := format_of(vars(config))) is not None:
-        quantized = quantized_linears(directory, stored)
+        rank = 0 if share is None else share.rank
+        quantized = [name for name in quantized_linears(directory, stored) if is_held_by(rank, name)]
         form["config"] = loading_config(config, quantized)
         logger.info("%d weights are %s in the checkpoint, and stay so in memory", len(quantized), stored.name)
     progress = progress or LoadingProgress.silent()

@@ -5,13 +5,15 @@ data at fixed addresses. Token ids, positions, slots, block tables and work list
 step fills. The persistent attention and LoRA launches read the lists, and the lists' lengths, from the device. Two
 kinds of recordings:
 
-- `DecodeGraphs`: whole decode steps, from the token ids to the logits. A bucket needs three (no adapter; adapters row
-  by row; adapters in tensor-core tiles), not one for each mix.
+- `DecodeGraphs`: whole decode steps, from the tokens of the step before to this step's tokens. A bucket needs three (no
+  adapter; adapters row by row; adapters in tensor-core tiles), not one for each mix, and none for a way of sampling:
+  programs for rows that do not ask for something end at once.
 - `DecoderGraphs`: everything between the embedding and the head. They serve any step, also steps with a prompt, and
   steps with adapters that are more than pairs on linears. The operators before and after it are launched one at a time:
   a dozen launches, which depend on the sampled rows and on the adapters' own tokens.
 
-Rows that only pad a bucket have no slot and no work item: they store nothing.
+Rows that only pad a bucket have no slot, no work item and no parameters of sampling: they store nothing, and no token
+is chosen for them.
 
 **Invariant: every tensor that a graph reads lives as long as the graph.** torch does not keep a graph's inputs alive,
 and its allocator gives freed memory to other tensors. A `Recording` therefore holds its inputs, and `StepBuffers` owns
@@ -34,10 +36,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepGraphs
 from loramux.engine.execution.step_buffers import MOST_RECORDED_ROWS, StepBuffers
 from loramux.engine.execution.vision import StepImages
 from loramux_adapters.bank import StepExtras
+from loramux_adapters.ranks import Ranks
 from loramux_kernels.cuda.work_lists import (
     DECODE_SHAPES,
     LONG,
@@ -200,6 +204,32 @@ def or_calls(record: GraphRecorder, *, over_ranks: bool = False) -> GraphRecorde
     return record_either
 
 
+class StepEnds:
+    """Launches before and after a step's forward, in a recording or out of one.
+
+    Only rank 0 samples, so the other ranks get the tokens that the host does not know from its device: a few bytes, and
+    no state of requests.
+    """
+
+    def __init__(self, buffers: StepBuffers, sampler: DeviceSampler | None, ranks: Ranks | None) -> None:
+        """`sampler`: None on other ranks than rank 0."""
+        self._buffers, self.sampler, self._ranks = buffers, sampler, ranks
+
+    def begin(self, input_ids: torch.Tensor, *, follows_unknown_tokens: bool = True) -> None:
+        """Launch what a forward of `input_ids` reads and the step's copy does not hold: new pages in their tables, and
+        the tokens of the step before."""
+        self._buffers.block_tables.apply()
+        if self.sampler is not None:
+            self.sampler.insert_pending(input_ids)
+        if self._ranks is not None and follows_unknown_tokens:
+            self._ranks.broadcast(input_ids)
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Launch the choice of a recorded step's tokens."""
+        if self.sampler is not None:
+            self.sampler.choose(logits)
+
+
 NO_SEGMENTS = Segments((0,), ())
 """Segments of a step without adapters."""
 
@@ -236,10 +266,11 @@ class DecodeGraphs:
         attention: ReservedAttention,
         record: GraphRecorder,
         logits: torch.Tensor,
+        ends: StepEnds,
         most_buckets: int | None = None,
     ) -> None:
         """`logits`: logits of any row, `[1, vocab]`; `most_buckets`: record only that many buckets, the largest."""
-        self._forward, self._buffers, self._attention = forward, buffers, attention
+        self._forward, self._buffers, self._attention, self._ends = forward, buffers, attention, ends
         self._buckets = decode_buckets(buffers.max_sequences)
         # One result for all graphs: separate results would keep rows x vocabulary of the card's memory for each graph.
         self._logits = logits.new_empty(buffers.max_sequences, logits.shape[1])
@@ -258,8 +289,8 @@ class DecodeGraphs:
         """Put a decode step's work lists into the buffers, and return the function that runs the step once they are
         sent.
 
-        The function returns the logits `[S, vocab]`, valid until the next run. `ranks` are the largest ranks of each
-        segment's adapter.
+        The function returns the logits `[S, vocab]`, valid until the next run, and has chosen the tokens of the rows
+        that the sampler has staged for recordings. `ranks` are the largest ranks of each segment's adapter.
         """
         count = len(packed.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
@@ -280,8 +311,13 @@ class DecodeGraphs:
         inputs, output = self._buffers.padded(rows), self._logits[:rows]
         self._attention.attach(inputs.batch, heights=1)
         segments = None if kind is None else self._buffers.padded_segments(rows, (kind,))
-        recording = record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments))
-        return _Graph(recording, _tile_map_of(segments))
+
+        def run() -> None:
+            self._ends.begin(inputs.input_ids)
+            output.copy_(self._forward(inputs, segments))
+            self._ends.choose(output)
+
+        return _Graph(record(run, (inputs, segments, self._ends)), _tile_map_of(segments))
 
 
 DecoderKind = Literal["base", "prompts", "pairs", "extras", "images"]

@@ -3,23 +3,28 @@
 The distributions are those of `sampler`. Randomness is a counter-based generator (Philox) keyed by the request's seed
 and its number of generated tokens, so a draw depends neither on other rows nor on the order of launches.
 
+**Inside recorded steps.** A recorded decode step chooses its tokens too: greedily, with temperature, top-k, top-p and
+min-p, under penalties, `logit_bias` and `min_tokens`. All parameters are data at fixed addresses, which the one copy of
+a step fills. A recording chooses a token for as many rows as the copy says: rows that pad its bucket have none. The
+same operators are launched after the forward, on the same parameters, in all other steps: those with a prompt or with
+drafts, and those with a row that a mask (a constraint, `allowed_token_ids`) or more than MAX_TERMS terms steer. There
+the copy gives the recording no row.
+
 The state of a request's sampling is kept on the device from step to step. So the host's work for a step grows with its
 rows, not with their contexts or parameters:
 
-- `TokenHistories`: a penalty counts every token that a sequence has read or generated. Each token is sent once: a step
-  sends the new tokens, one for a sequence that decodes.
-- `TokenBiases`: terms that requests add to single logits, `logit_bias` and the ends that `min_tokens` forbids. A
-  request may name a thousand tokens. They are sent once, and are joined with the other rows' terms if the rows of a
-  step change. A step with the same rows as the previous one costs nothing.
+- `TokenCounts`: a penalty counts every token that a sequence has read or generated. Each token is sent once. The token
+  that the step before has drawn is counted on the device, as it is inserted into the step's inputs.
+- `TokenBiases`: terms that requests add to single logits, `logit_bias` and the ends that `min_tokens` forbids. The
+  terms of a step's rows are joined if its rows are not those of the step before.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -40,10 +45,12 @@ from loramux.engine.execution.sampler import (
 )
 from loramux.engine.messages import EngineFault, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence
-from loramux_kernels.device import aligned_rows, to_device, to_host
+from loramux_adapters.targets import MAX_ADDED_TOKENS
+from loramux_kernels.device import to_device, to_host
 from loramux_kernels.sampling import forbid_tokens, sample
-from loramux_kernels.staged_memory import StagedMemory
-from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
+from loramux_kernels.staged_memory import StagedArray, StagedMemory
+from loramux_kernels.step_inputs import insert_tokens
+from loramux_kernels.tables import IN_PROMPT, NO_TOKEN, LogitBias, Penalties, SamplingBatch
 
 _SEED_BITS = 63
 
@@ -51,8 +58,8 @@ _FLOATS, _INTS = ([name for name in DRAWING if KINDS[name] is kind] for kind in 
 _penalties = attrgetter(*PENALTIES)
 _NO_PENALTIES = _penalties(NEUTRAL)
 
-_NO_TOKEN = -2
-"""Value copied to the host if a row's logits have no finite maximum, or its token is outside the vocabulary."""
+MAX_TERMS = 1024
+"""Terms of biases that a step's copy has room for. The tokens of a step with more are chosen after its recording."""
 
 
 class SampledRows(NamedTuple):
@@ -96,8 +103,32 @@ class SampledTokens:
 
     sequences: list[Sequence]
     tokens: torch.Tensor
-    """int64[len(sequences)], on the device."""
+    """int64[len(sequences)], on the device: NO_TOKEN if a row has none. The next step overwrites them."""
     row_of: dict[Sequence, int]
+
+
+class PendingTokens(NamedTuple):
+    """Tokens of a step's inputs that the host does not know yet: the step before has sampled them."""
+
+    sequences: list[Sequence]
+    rows: NDArray[np.int64]
+    """int64[n]; rows of the step's inputs."""
+    sources: NDArray[np.int64]
+    """int64[n]; rows of the step before that sampled the tokens."""
+
+
+NONE_PENDING = PendingTokens([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of a step whose parameters are in the step's copy. They are valid until the next step is sent."""
+
+    sampled: SampledRows
+    batch: SamplingBatch
+    """The parameters of all rows."""
+    is_recordable: bool
+    """True if a recorded step chooses the tokens of all these rows. If not, a recorded step chooses none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +172,7 @@ class TokensInFlight:
             self._add_logprobs(tokens, self._logprobs)
         return [
             fault_event(sequence, self.faults.get(row))
-            if token.token_id == _NO_TOKEN or row in self.faults
+            if token.token_id == NO_TOKEN or row in self.faults
             else token_event(sequence, token, self.eos_token_ids)
             for row, (sequence, token) in enumerate(zip(self.sampled.sequences, tokens, strict=True))
         ]
@@ -162,62 +193,91 @@ class TokensInFlight:
 class DeviceSampler:
     """Chooses one token for each row. A request's draws depend on its seed and its tokens' number, and nothing else."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        memory: StagedMemory,
+        max_rows: int,
+        max_sequences: int,
+        vocab: int,
+        device: torch.device,
+    ) -> None:
+        """`memory`: what a step sends. A step samples up to `max_rows` rows of up to `max_sequences` sequences.
+        `vocab`: the base's tokens."""
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._seeds: dict[str, int] = {}
-        self._parameters = RowParameters(ROWS_ALONE, StagedMemory(ROWS_ALONE * RowParameters.BYTES, device))
-        self._histories = TokenHistories(device)
-        self._biases = TokenBiases(eos_token_ids, device)
-
-    def send_parameters_with(self, memory: StagedMemory, max_rows: int) -> None:
-        """Have `stage` write to `memory`, which a step sends; a step samples up to `max_rows` rows."""
         self._parameters = RowParameters(max_rows, memory)
+        self._pending = memory.reserve((3, max_sequences + max_sequences % 2), torch.int64)
+        self._counts = TokenCounts(max_sequences, vocab + MAX_ADDED_TOKENS, device)
+        self._biases = TokenBiases(eos_token_ids, memory, self._parameters.num_terms, device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        """The latest step's tokens. Recordings read and write them."""
 
-    def stage(self, rows: SampledRows) -> dict[str, torch.Tensor]:
-        """Put the rows' parameters into the step's copy; return them by their names in SamplingBatch, valid until the
-        next step is sent."""
-        return self._parameters.stage(rows, self._seed)
+    def stage(self, rows: SampledRows, pending: PendingTokens) -> StagedRows:
+        """Put the rows' parameters into the step's copy, and the places of tokens that the host does not know."""
+        penalised = {s for s in rows.sequences if _penalties(s.request.sampling) != _NO_PENALTIES}
+        counters = self._counts.rows_of(penalised)
+        places = self._pending.on_host(3)[:, : len(pending.rows)]
+        places[0], places[1] = pending.rows, pending.sources
+        places[2] = [counters.get(sequence, -1) for sequence in pending.sequences]
+        biased, bias = self._biases.stage(rows)
+        is_recordable = bias is None or bias is self._biases.staged
+        is_recordable = is_recordable and not any(
+            sequence.request.constraint is not None or sequence.request.sampling.allowed_token_ids
+            for sequence in rows.sequences
+        )
+        of_row = [counters.get(sequence, -1) for sequence in rows.sequences] if counters else []
+        numbers = len(rows.sequences) if is_recordable else 0, self._biases.number, len(pending.rows)
+        self._parameters.stage(rows, self._seed, of_row, biased, numbers)
+        batch = self._parameters.batch(len(rows.sequences), is_recorded=False)
+        if counters or bias is not None:
+            drafts = self._drafts_of(rows, penalised)
+            penalties = self._parameters.penalties(self._counts.table, len(rows.sequences), drafts)
+            batch = replace(batch, penalties=penalties, bias=bias)
+        return StagedRows(rows, batch, is_recordable)
+
+    def insert_pending(self, input_ids: torch.Tensor) -> None:
+        """Launch the insertion of the tokens of the step before into `input_ids`; it is recorded too."""
+        number = self._parameters.num_pending
+        insert_tokens(input_ids, self._counts.table, self._tokens, self._pending.tensor, number)
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Launch the choice of tokens from a recorded step's `logits` `[rows of the bucket, vocab]`."""
+        rows, parameters = len(logits), self._parameters
+        penalties = parameters.penalties(self._counts.table, rows, None)
+        batch = replace(parameters.batch(rows, is_recorded=True), penalties=penalties, bias=self._biases.staged)
+        sample(logits, batch, self._tokens[:rows])
 
     def launch(
-        self,
-        logits: torch.Tensor,
-        rows: SampledRows,
-        previous: SampledTokens | None,
-        masks: TokenMasks | None = None,
-        parameters: Mapping[str, torch.Tensor] | None = None,
+        self, logits: torch.Tensor, staged: StagedRows, masks: TokenMasks | None = None, *, is_chosen: bool = False
     ) -> TokensInFlight:
-        """Sample from `logits` `[rows, vocab]`; PENDING tokens of the sequences are taken from `previous`.
+        """Sample from `logits` `[rows, vocab]` with parameters that were sent, and start the copies to the host.
 
-        `masks` removes tokens from `logits` in place. `parameters` were staged and sent; None: they are sent now.
+        `masks` removes tokens from `logits` in place. `is_chosen`: a recorded step has chosen the tokens.
         """
         if masks is not None:
             forbid_tokens(logits, to_device(masks.rows, self._device), to_device(masks.words, self._device))
-        sequences = rows.sequences
-        if not sequences:  # chunks of prompts only
-            tokens = reported = torch.zeros(0, dtype=torch.int64, device=self._device)
-        else:
-            allowed = self._allowed_only(logits, sequences)
-            tokens = sample(allowed, self._batch(rows, logits.shape[1], previous, parameters))
-            # The next step reads `tokens` as input ids, so they stay valid ids even if the host gets a fault.
-            is_valid = allowed.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
-            tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
+        sequences = staged.sampled.sequences
+        tokens = self._tokens[: len(sequences)]
+        if sequences and not is_chosen:  # a step may have chunks of prompts only
+            sample(self._allowed_only(logits, sequences), staged.batch, tokens)
         sampled = SampledTokens(sequences, tokens, {sequence: row for row, sequence in enumerate(sequences)})
         logprobs = self._logprobs(logits, sampled)
         return TokensInFlight(
             sampled,
             self._eos_token_ids,
             {} if masks is None else masks.faults,
-            to_host(reported),
+            to_host(tokens),
             logprobs,
             _record_event(self._device),
         )
 
     def forget(self, request_id: str) -> None:
-        """Drop the seed, the history and the bias of a request that has ended."""
+        """Drop the seed, the counts and the bias of a request that has ended."""
         self._seeds.pop(request_id, None)
         self._parameters.names = None
-        self._histories.forget(request_id)
+        self._counts.forget(request_id)
         self._biases.forget(request_id)
 
     def _allowed_only(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -233,41 +293,22 @@ class DeviceSampler:
         )
         return logits
 
-    def _batch(
-        self,
-        rows: SampledRows,
-        vocab: int,
-        previous: SampledTokens | None,
-        parameters: Mapping[str, torch.Tensor] | None = None,
-    ) -> SamplingBatch:
-        if parameters is None:
-            parameters = self.stage(rows)
-            self._parameters.memory.send()
-        return SamplingBatch(
-            **parameters,
-            penalties=self._penalties(rows, previous),
-            bias=self._biases.of_step(rows, vocab),
-        )
-
     def _seed(self, sequence: Sequence) -> int:
         if sequence.id not in self._seeds:
             asked = sequence.request.sampling.seed
             self._seeds[sequence.id] = secrets.randbits(_SEED_BITS) if asked is None else asked & (1 << _SEED_BITS) - 1
         return self._seeds[sequence.id]
 
-    def _penalties(self, rows: SampledRows, previous: SampledTokens | None) -> Penalties | None:
-        params = [sequence.request.sampling for sequence in rows.sequences]
-        factors = [_penalties(p) for p in params]
-        penalised = [row for row, own in enumerate(factors) if own != _NO_PENALTIES]
-        if not penalised:
+    def _drafts_of(self, rows: SampledRows, penalised: Collection[Sequence]) -> torch.Tensor | None:
+        """Return the drafts that each penalised row follows, int32[rows, most drafts of a row], filled up with -1."""
+        most = max((len(own) for own in rows.drafts), default=0)
+        if not most:
             return None
-        own = [rows.sequences[row] for row in penalised]
-        drafts = [rows.drafts[row] for row in penalised] if rows.drafts else ()
-        drawn = None if previous is None else previous.tokens
-        sources = [0 if previous is None else previous.row_of.get(sequence, 0) for sequence in own]
-        columns = aligned_rows(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T, self._device)
-        named = dict(zip((name.removesuffix("_penalty") for name in PENALTIES), columns, strict=True))
-        return Penalties(*self._histories.flat(own, penalised, drawn, sources, drafts), **named)
+        table = np.full((len(rows.sequences), most), -1, dtype=np.int32)
+        for row, (sequence, own) in enumerate(zip(rows.sequences, rows.drafts, strict=True)):
+            if sequence in penalised:
+                table[row, : len(own)] = own
+        return to_device(table, self._device)
 
     def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
         params = [sequence.request.sampling for sequence in sampled.sequences]
@@ -277,7 +318,7 @@ class DeviceSampler:
         rows = to_device(np.array(list(asked), dtype=np.int64), self._device)
         logprobs = logits[rows].float().log_softmax(dim=-1)
         values, token_ids = logprobs.topk(max(p.logprobs or 0 for p in asked.values()))
-        chosen = logprobs.gather(1, sampled.tokens[rows][:, None])[:, 0]
+        chosen = logprobs.gather(1, sampled.tokens[rows].clamp(min=0)[:, None])[:, 0]
         own = np.zeros((len(asked), max(len(p.logprob_token_ids) for p in asked.values())), dtype=np.int64)
         for place, p in zip(own, asked.values(), strict=True):
             place[: len(p.logprob_token_ids)] = p.logprob_token_ids
@@ -285,31 +326,35 @@ class DeviceSampler:
         return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids, named)))
 
 
-ROWS_ALONE = 64
-"""Rows that a sampler has room for before it gets a step's memory."""
-
-
 class RowParameters:
     """The parameters of a step's rows on the device. If the rows are those of the step before, only the numbers of
     generated tokens are read again."""
 
-    BYTES = 8 + 4 * (len(DRAWING) + 1)
-    """Bytes of a row."""
-
     def __init__(self, max_rows: int, memory: StagedMemory) -> None:
-        self.memory = memory
-        """Memory whose copy sends the parameters."""
         width = -(-max_rows // 4) * 4  # every array begins at a multiple of 16 bytes
         self._seeds = memory.reserve((max_rows,), torch.int64)
-        self._floats = memory.reserve((len(_FLOATS), width), torch.float32)
-        self._ints = memory.reserve((len(_INTS) + 1, width), torch.int32)
+        self._floats = memory.reserve((len(_FLOATS) + len(PENALTIES), width), torch.float32)
+        self._ints = memory.reserve((len(_INTS) + 3, width), torch.int32)
+        # Rows of a recorded step, all rows, terms, pending tokens: each with an address that is a multiple of 16 bytes.
+        self._numbers = memory.reserve((4, 4), torch.int32)
+        self._num_recorded, self._num_rows, self.num_terms, self.num_pending = self._numbers.tensor[:, :1]
         self.names: list[str] | None = None
         """Requests of the latest step's rows; None if one of them has ended since."""
         self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
 
-    def stage(self, sampled: SampledRows, seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:
-        """Return each row's parameters, its seed and its number of generated tokens, by the names of SamplingBatch.
-        They are there once `memory` is sent."""
+    def stage(
+        self,
+        sampled: SampledRows,
+        seed_of: Callable[[Sequence], int],
+        counters: list[int],
+        biased: Collection[int],
+        numbers: tuple[int, int, int],
+    ) -> None:
+        """Put each row's parameters, its seed, its number of generated tokens and its row of the counts into the copy.
+
+        `counters`: rows of the counts; empty if no row has penalties. `biased`: rows with terms. `numbers`: rows that a
+        recorded step samples, terms, pending tokens.
+        """
         sequences = sampled.sequences
         rows, names = len(sequences), [sequence.id for sequence in sequences]
         if names != self.names:
@@ -317,18 +362,40 @@ class RowParameters:
             floats = [
                 [_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS
             ]
+            floats += np.clip([[getattr(p, name) for p in params] for name in PENALTIES], -LARGEST, LARGEST).tolist()
             # A vocabulary has fewer than 2^31 tokens, so a larger bound keeps all tokens as well.
             ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
             seeds = [seed_of(sequence) for sequence in sequences]
             self._constant = np.array(seeds, dtype=np.int64), np.array(floats, np.float32), np.array(ints, np.int32)
             self.names = names
-        seeds_there, floats_there = self._seeds.on_host(rows), self._floats.on_host(len(_FLOATS))
-        ints_there = self._ints.on_host(len(_INTS) + 1)
-        seeds_there[:], floats_there[:, :rows], ints_there[:-1, :rows] = self._constant
-        ints_there[-1, :rows] = sampled.num_output_tokens
-        *own_ints, step = self._ints.tensor[:, :rows]
-        drawing = dict(zip(_FLOATS + _INTS, (*self._floats.tensor[:, :rows], *own_ints), strict=True))
-        return drawing | {"seed": self._seeds.tensor[:rows], "step": step}
+        seeds_there, floats_there = self._seeds.on_host(rows), self._floats.on_host(len(self._floats.tensor))
+        ints_there = self._ints.on_host(len(self._ints.tensor))
+        seeds_there[:], floats_there[:, :rows], ints_there[:-3, :rows] = self._constant
+        steps, counted, is_steered = ints_there[-3:, :rows]
+        steps[:] = sampled.num_output_tokens
+        counted[:] = counters or -1
+        is_steered[:] = counted >= 0
+        is_steered[list(biased)] = 1
+        num_recorded, num_terms, num_pending = numbers
+        self._numbers.on_host(4)[:, 0] = num_recorded, rows, num_terms, num_pending
+
+    def batch(self, rows: int, *, is_recorded: bool) -> SamplingBatch:
+        """Return the first `rows` rows, without penalties and bias: views. `is_recorded`: those of a recorded step."""
+        *ints, step, _, is_steered = self._ints.tensor[:, :rows]
+        drawing = dict(zip(_FLOATS + _INTS, (*self._floats.tensor[: len(_FLOATS), :rows], *ints), strict=True))
+        return SamplingBatch(
+            num_rows=self._num_recorded if is_recorded else self._num_rows,
+            is_steered=is_steered,
+            seed=self._seeds.tensor[:rows],
+            step=step,
+            **drawing,
+        )
+
+    def penalties(self, counts: torch.Tensor, rows: int, drafts: torch.Tensor | None) -> Penalties:
+        """Return the penalties of the first `rows` rows, which follow `drafts` in addition: views."""
+        columns = self._floats.tensor[len(_FLOATS) :, :rows]
+        named = dict(zip((name.removesuffix("_penalty") for name in PENALTIES), columns, strict=True))
+        return Penalties(counts, self._ints.tensor[-2, :rows], **named, drafts=drafts)
 
 
 def _temperature(params: SamplingParams) -> float:
@@ -344,117 +411,61 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-FIRST_WIDTH = 1024
-"""Initial width of the table, in tokens of a sequence; it doubles when it is too small."""
-
-
 @dataclass(slots=True)
 class _Place:
-    """A row of the table, and the number of its tokens that are written."""
+    """A row of the table, and the number of its sequence's tokens that are counted."""
 
     row: int
     length: int = 0
 
 
-class TokenHistories:
-    """A table on the device with a row for each sequence that has had penalties and has not ended.
+class TokenCounts:
+    """A table on the device with a row for each sequence of the latest steps that has penalties.
 
-    It takes 4 bytes a token, far below a thousandth of the sequence's KV, so no budget counts it.
+    Its size is fixed, because recorded steps hold its address: 4 bytes for each token of the vocabulary and each
+    sequence of the largest step, in the plan of memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, width: int, device: torch.device) -> None:
+        """`width`: the number of tokens, added ones included."""
         self._device = device
-        self._tokens = torch.zeros(0, FIRST_WIDTH, dtype=torch.int32, device=device)
+        self.table = torch.zeros(max_sequences, width, dtype=torch.int32, device=device)
+        """int32[sequences, tokens], as `Penalties` reads it."""
         self._places: dict[str, _Place] = {}
-        self._free: list[int] = []
+        self._free = list(range(max_sequences))
 
-    def flat(
-        self,
-        sequences: list[Sequence],
-        rows: list[int],
-        drawn: torch.Tensor | None,
-        sources: list[int],
-        drafts: Items[tuple[int, ...]] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add the new tokens of `sequences`; return all their tokens, one sequence after the other, and then `drafts`,
-        which the rows follow too and which are not kept. A sequence may have several rows.
+    def rows_of(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
+        """Return the row of each sequence, after its tokens are counted.
 
-        A last token that is PENDING is `drawn[source]`. The results have N elements, on the device: the sequence's
-        element of `rows`, int32; the token, int32; True if the sequence generated it, bool.
+        A last token that is PENDING is counted only as `insert_tokens` inserts it into the step's inputs.
         """
-        places = [self._place(sequence) for sequence in sequences]
-        own = {sequence: (place, source) for sequence, place, source in zip(sequences, places, sources, strict=True)}
-        self._append(list(own), [place for place, _ in own.values()], drawn, [source for _, source in own.values()])
-        total = sum(place.length for place in places)
-        columns = np.array(
-            [
-                [place.length for place in places],
-                [place.row * self._tokens.shape[1] for place in places],
-                [sequence.num_prompt_tokens for sequence in sequences],
-                rows,
-            ],
-            dtype=np.int64,
-        )
-        lengths, firsts, prompts, owners = to_device(columns, self._device)
-        owner = torch.repeat_interleave(lengths, output_size=total)
-        offsets = torch.arange(total, device=self._device) - (lengths.cumsum(0) - lengths)[owner]
-        found = owners[owner].to(torch.int32), self._tokens.view(-1)[firsts[owner] + offsets], offsets >= prompts[owner]
-        drafted = [(row, token) for row, tokens in zip(rows, drafts, strict=False) for token in tokens]
-        if not drafted:
-            return found
-        more_rows, more_tokens = to_device(np.array(drafted, dtype=np.int32).T, self._device)
-        more = more_rows, more_tokens, torch.ones_like(more_rows, dtype=torch.bool)
-        return torch.cat((found[0], more[0])), torch.cat((found[1], more[1])), torch.cat((found[2], more[2]))
+        missing = [sequence for sequence in sequences if sequence.id not in self._places]
+        if len(missing) > len(self._free):
+            kept = {sequence.id for sequence in sequences}
+            for name in [name for name in self._places if name not in kept]:
+                self.forget(name)
+        for sequence in missing:
+            place = self._places[sequence.id] = _Place(self._free.pop())
+            self.table[place.row].zero_()
+        for sequence in sequences:
+            place = self._places[sequence.id]
+            if new := sequence.token_ids[place.length :]:
+                self._count(place, new[:-1] if new[-1] == PENDING else new, sequence.num_prompt_tokens)
+                place.length = len(sequence.token_ids)
+        return {sequence: self._places[sequence.id].row for sequence in sequences}
 
     def forget(self, request_id: str) -> None:
         """Free the row of a request that has ended."""
         if (place := self._places.pop(request_id, None)) is not None:
             self._free.append(place.row)
 
-    def _append(
-        self, sequences: list[Sequence], places: list[_Place], drawn: torch.Tensor | None, sources: list[int]
-    ) -> None:
-        new = [sequence.token_ids[place.length :] for sequence, place in zip(sequences, places, strict=True)]
-        counts = [len(tokens) for tokens in new]
-        if not any(counts):
-            return
-        starts = np.repeat([place.length for place in places], counts)
-        within = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
-        table = np.array(
-            [
-                np.repeat([place.row for place in places], counts),
-                starts + within,
-                np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in new]),
-                np.repeat(sources, counts),
-            ],
-            dtype=np.int64,
-        )
-        for sequence, place in zip(sequences, places, strict=True):
-            place.length = len(sequence.token_ids)
-        self._widen(max(place.length for place in places))
-        rows, positions, values, source = to_device(table, self._device)
-        if drawn is not None and PENDING in table[2]:
-            values = torch.where(values == PENDING, drawn[source], values)
-        self._tokens[rows, positions] = values.to(torch.int32)
-
-    def _place(self, sequence: Sequence) -> _Place:
-        place = self._places.get(sequence.id)
-        if place is None:
-            if not self._free:
-                self._add_rows()
-            place = self._places[sequence.id] = _Place(self._free.pop())
-        return place
-
-    def _add_rows(self) -> None:
-        have, width = self._tokens.shape
-        more = self._tokens.new_zeros(max(8, have), width)
-        self._tokens = torch.cat((self._tokens, more))
-        self._free += range(have, have + len(more))
-
-    def _widen(self, width: int) -> None:
-        have = self._tokens.shape[1]
-        if width > have:
-            self._tokens = torch.nn.functional.pad(self._tokens, (0, max(width, 2 * have) - have))
+    def _count(self, place: _Place, tokens: Items[int], num_prompt_tokens: int) -> None:
+        own, split = self.table[place.row], max(0, num_prompt_tokens - place.length)
+        if prompt := tokens[:split]:
+            own.index_fill_(0, to_device(np.array(prompt, dtype=np.int64), self._device), IN_PROMPT)
+        if generated := tokens[split:]:
+            index = to_device(np.array(generated, dtype=np.int64), self._device)
+            own.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
 
 _Key = tuple[tuple[int, str, bool], ...]
@@ -464,52 +475,68 @@ _Key = tuple[tuple[int, str, bool], ...]
 class TokenBiases:
     """Terms of the sequences that have had any and have not ended."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], memory: StagedMemory, num_terms: torch.Tensor, device: torch.device
+    ) -> None:
+        """`num_terms` int32[1]: the number of a step's terms on the device."""
         self._eos_token_ids = eos_token_ids
         self._device = device
-        self._terms: defaultdict[str, dict[tuple[bool, int], tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
-        """Token ids and values by request, then by (end tokens are forbidden, the logits' width)."""
-        self._joined: tuple[_Key, int, LogitBias | None] = ((), 0, None)
+        self._there: tuple[StagedArray, StagedArray, StagedArray] = (
+            memory.reserve((MAX_TERMS,), torch.int32),
+            memory.reserve((MAX_TERMS,), torch.int32),
+            memory.reserve((MAX_TERMS,), torch.float32),
+        )
+        rows, token_ids, values = (array.tensor for array in self._there)
+        self.staged = LogitBias(rows, token_ids, values, num_terms)
+        """Terms that a step's copy sends."""
+        self.number = 0
+        """The number of terms of the latest step."""
+        self._terms: dict[tuple[str, bool], tuple[list[int], list[float]]] = {}
+        """Token ids and values of a request, if its end tokens are forbidden or not."""
+        self._key: _Key = ()
+        self._joined: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
+        self._long: LogitBias | None = None
+        """Terms of the latest rows, if there are too many for the copy."""
 
-    def of_step(self, rows: SampledRows, vocab: int) -> LogitBias | None:
-        """Return the terms of a step's rows of logits `[vocab]`."""
-        sequences = rows.sequences
+    def stage(self, rows: SampledRows) -> tuple[Collection[int], LogitBias | None]:
+        """Return the rows that have terms, and the terms: in the step's copy if it has room for them."""
         key = tuple(
             (row, sequence.id, count < params.min_tokens)
-            for row, (sequence, count) in enumerate(zip(sequences, rows.num_output_tokens, strict=True))
+            for row, (sequence, count) in enumerate(zip(rows.sequences, rows.num_output_tokens, strict=True))
             if (params := sequence.request.sampling).logit_bias or count < params.min_tokens
         )
-        if self._joined[:2] != (key, vocab):
-            found = [self._terms_of(sequences[row], forbids, vocab) for row, _, forbids in key]
-            self._joined = key, vocab, self._join([row for row, *_ in key], found)
-        return self._joined[2]
+        if key != self._key:
+            self._join(key, [self._terms_of(rows.sequences[row], forbids) for row, _, forbids in key])
+        if not self.number:
+            return (), None
+        if self._long is None:
+            for array, values in zip(self._there, self._joined, strict=True):
+                array.on_host(self.number)[:] = values
+        return [row for row, *_ in key], self.staged if self._long is None else self._long
 
     def forget(self, request_id: str) -> None:
         """Drop the terms of a request that has ended."""
-        if self._terms.pop(request_id, None) is not None:
-            self._joined = (), 0, None
+        held = [self._terms.pop((request_id, forbids), None) for forbids in (False, True)]
+        if any(held):  # another request may have its id and its row
+            self._key, self.number, self._long = (), 0, None
 
-    def _terms_of(self, sequence: Sequence, forbids: bool, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self._terms[sequence.id]
-        if (forbids, vocab) not in held:
+    def _terms_of(self, sequence: Sequence, forbids: bool) -> tuple[list[int], list[float]]:
+        if (sequence.id, forbids) not in self._terms:
             bias = dict(sequence.request.sampling.logit_bias)
             if forbids:
                 ends = forbidden_ends(sequence, sequence.num_output_tokens, self._eos_token_ids)
                 bias |= dict.fromkeys(ends, float("-inf"))
-            own = {token_id: value for token_id, value in bias.items() if token_id < vocab}
-            held[forbids, vocab] = (
-                to_device(np.array(list(own), dtype=np.int32), self._device),
-                to_device(np.array(list(own.values()), dtype=np.float32), self._device),
-            )
-        return held[forbids, vocab]
+            self._terms[sequence.id, forbids] = list(bias), list(bias.values())
+        return self._terms[sequence.id, forbids]
 
-    def _join(self, rows: list[int], terms: list[tuple[torch.Tensor, torch.Tensor]]) -> LogitBias | None:
+    def _join(self, key: _Key, terms: list[tuple[list[int], list[float]]]) -> None:
         counts = [len(token_ids) for token_ids, _ in terms]
-        if not any(counts):
-            return None
-        numbers, lengths = to_device(np.array((rows, counts), dtype=np.int64), self._device)
-        return LogitBias(
-            torch.repeat_interleave(numbers, lengths, output_size=sum(counts)).to(torch.int32),
-            torch.cat([token_ids for token_ids, _ in terms]),
-            torch.cat([values for _, values in terms]),
+        self._joined = (
+            np.repeat(np.array([row for row, *_ in key], dtype=np.int32), counts),
+            np.array([token_id for token_ids, _ in terms for token_id in token_ids], dtype=np.int32),
+            np.array([value for _, values in terms for value in values], dtype=np.float32),
         )
+        self._key, self.number, self._long = key, sum(counts), None
+        if self.number > MAX_TERMS:
+            rows, token_ids, values = (to_device(array, self._device) for array in self._joined)
+            self._long = LogitBias(rows, token_ids, values, self.staged.number)

@@ -330,7 +330,7 @@ def assemble_encoder(
     max_model_len = _max_model_len(settings, model.config, family)
     limits = limits_on(model.device, settings.engine)
     sites = sites_of(base, None)
-    page_elements = TILES_PER_PAGE * widest_tile(sites.values())
+    page_elements = TILES_PER_PAGE * widest_tile(sites)
     page_bytes = page_elements * model.dtype.itemsize
     digest = weights_digest(model, settings.model.quantization)
     no_pool = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -376,7 +376,7 @@ def plan_encoder(
         num_ranks=1,
         weight_bytes=itemsize * sum(parameter.numel() for parameter in model.parameters()),
         pool_bytes=0,
-        page_bytes=itemsize * TILES_PER_PAGE * widest_tile(shapes),
+        page_bytes=itemsize * TILES_PER_PAGE * widest_tile(base.modules),
         adapter_bytes=itemsize * TYPICAL_RANK * sum(shape.in_features + shape.out_features for shape in shapes),
     )
     longest = max(limits.max_num_batched_tokens, _max_model_len(settings, config, base.encoder))

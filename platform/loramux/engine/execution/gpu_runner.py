@@ -4,8 +4,9 @@ Steps are replayed from CUDA graphs (see cuda_graphs): decode steps whole, other
 head. Only steps of more rows than were recorded are launched operator by operator.
 
 The tokens that a constraint allows depend on the previous token, which the host does not know when it launches a step.
-So the tokens of a step with a constrained row are chosen in a separate launch, after the previous step's tokens were
-read and while the forward runs. A step without such a row is launched whole.
+So the tokens of a step with a constrained row are chosen in separate launches, after the previous step's tokens were
+read and while the forward runs. A step without such a row is launched whole: a decode step is one copy to the device,
+one replay, and one copy of its tokens to the host.
 
 `warm_up` runs every kernel once before the first request. Triton compiles a kernel anew for each combination of its
 arguments' types, of constants, and of numbers that are 1 or divisible by 16; each compilation takes seconds, in which
@@ -23,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from loramux.common.sampling import PARAMETERS
 from loramux.engine.execution.constraints import Constraints, TokenMasks
@@ -31,9 +31,19 @@ from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
     DecoderGraphs,
     ReservedAttention,
+    StepEnds,
     choose_recorder,
 )
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, SampledTokens, TokensInFlight, accepted
+from loramux.engine.execution.device_sampler import (
+    NONE_PENDING,
+    DeviceSampler,
+    PendingTokens,
+    SampledRows,
+    SampledTokens,
+    StagedRows,
+    TokensInFlight,
+    accepted,
+)
 from loramux.engine.execution.runner import (
     NONE_POOLED,
     Forward,
@@ -42,12 +52,10 @@ from loramux.engine.execution.runner import (
     PooledVectors,
     Pooler,
     StepGraphs,
-    StepInputs,
     pack,
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
-from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
@@ -74,9 +82,9 @@ class LaunchedForward:
     """`[rows, vocab]`, valid until the next forward."""
     chunks: list[Chunk]
     """Chunks that yield tokens; a chunk has a row of logits, and one more for each of its drafts."""
-    rows: SampledRows
-    parameters: dict[str, torch.Tensor]
-    """The rows' parameters on the device, valid until the next step is sent."""
+    rows: StagedRows
+    is_chosen: bool
+    """True if the forward was a recorded step that has chosen the tokens too."""
     scores: PromptScores = NO_SCORES
     """Scores of prompts; they and the vectors arrive with the tokens."""
     pooled: PooledVectors = NONE_POOLED
@@ -91,7 +99,7 @@ class LaunchedForward:
         """Wait for the tokens."""
         assert self.tokens is not None, "they are chosen before they are read"
         self.runner.wait_for(self.tokens)
-        return accepted(self.tokens.events(), self.chunks) if self.rows.drafts else self.tokens.events()
+        return accepted(self.tokens.events(), self.chunks) if self.rows.sampled.drafts else self.tokens.events()
 
 
 class GpuRunner:
@@ -102,9 +110,9 @@ class GpuRunner:
     def __init__(
         self,
         forward: Forward,
-        sampler: DeviceSampler,
         constraints: Constraints | None,
         buffers: StepBuffers,
+        ends: StepEnds,
         decode_graphs: DecodeGraphs,
         decoder_graphs: DecoderGraphs,
         block_size: int,
@@ -116,9 +124,10 @@ class GpuRunner:
         self.image_rows: ImageRows[torch.Tensor] | None = None
         self._forward = forward
         self._pooler = Pooler(forward.bank.classifier_of)
-        self._sampler = sampler
+        self._sampler = ends.sampler
         self._constraints = constraints
         self._buffers = buffers
+        self._ends = ends
         self._decode_graphs = decode_graphs
         self._decoder_graphs = decoder_graphs
         self._block_size = block_size
@@ -132,7 +141,7 @@ class GpuRunner:
     def build(
         cls,
         forward: Forward,
-        sampler: DeviceSampler,
+        eos_token_ids: tuple[int, ...],
         constraints: Constraints | None,
         limits: StepLimits,
         max_model_len: int,
@@ -148,12 +157,21 @@ class GpuRunner:
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
         sequences = limits.max_num_seqs
-        sizes = (limits.most_rows, sequences, max_blocks, forward.bank.max_rank)
-        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant, effects=forward.effects)
-        # Before the work lists: the copy of a step reaches from its first array to its last.
-        sampler.send_parameters_with(buffers.memory, limits.most_sampled)
+        buffers = StepBuffers(
+            *(limits.most_rows, sequences, max_blocks, forward.bank.max_rank),
+            device,
+            state_pages,
+            is_invariant=forward.is_invariant,
+            effects=forward.effects,
+        )
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
+        sampler = None
+        if forward.ranks is None or forward.ranks.rank == 0:
+            # Before the reserved work lists: the copy of a step reaches from its first array to its last.
+            sizes = (limits.most_sampled, sequences, logits.shape[1])
+            sampler = DeviceSampler(eos_token_ids, buffers.memory, *sizes, device)
+        ends = StepEnds(buffers, sampler, forward.ranks)
         record = choose_recorder(lambda: forward(inputs, None), device, over_ranks=forward.ranks is not None)
         shapes = attention_shapes(inputs.batch)
         if buffers.sees_ahead:
@@ -162,11 +180,12 @@ class GpuRunner:
             shapes = tuple(dict.fromkeys((*shapes, *attention_shapes(ahead.batch))))
         attention = ReservedAttention(shapes, buffers)
         hidden_size = forward.model.config.get_text_config().hidden_size
-        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, most_buckets)
+        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, ends, most_buckets)
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
         if device.type == "cuda":  # other devices compile no kernels
             warm_up(forward, buffers, sampler, attention.shapes)
-        return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, block_size, state_pages)
+        graphs = decode_graphs, decoder_graphs
+        return cls(forward, constraints, buffers, ends, *graphs, block_size, state_pages)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
@@ -179,37 +198,39 @@ class GpuRunner:
             effects=self._forward.effects,
             changes_latents=self.bank.changes_latents,
         )
-        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self.team is not None:
-            self.team.run(packed, images)
-        rows = SampledRows.of(step.sampling)
-        parameters = self._sampler.stage(rows)
+            self.team.run(packed)
+        assert self._sampler is not None, "only rank 0 plans steps"
+        rows = self._sampler.stage(SampledRows.of(step.sampling), self._pending(step, packed))
         self._forward.keep_hidden(bool(step.pooled))
         try:
-            logits, scores = split_scored(self._run(packed, images, self._pending(step, packed)), packed.scored)
+            logits, is_whole = self._run(packed)
         except RuntimeError as error:
             if self.team is None:
                 raise
             raise self.team.explained(error) from error
+        logits, scores = split_scored(logits, packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
-        launched = LaunchedForward(self, logits, step.sampling, rows, parameters, scores, pooled)
-        if not any(sequence.request.constraint for sequence in rows.sequences):
+        is_chosen = is_whole and rows.is_recordable
+        launched = LaunchedForward(self, logits, step.sampling, rows, is_chosen, scores, pooled)
+        if not any(sequence.request.constraint for sequence in rows.sampled.sequences):
             launched.sample()
         return launched
 
     @torch.inference_mode()
-    def follow(self, packed: PackedStep, images: StepImages | None) -> None:
+    def follow(self, packed: PackedStep) -> None:
         """Enqueue this rank's part of a forward that rank 0 launches too."""
-        self._run(packed, images, np.zeros((2, 0), dtype=np.int64))
+        self._run(packed)
 
     def wait_for(self, tokens: TokensInFlight) -> None:
         """Wait until the host has the tokens, if another rank could keep them from coming."""
         if self.team is not None:
             self.team.wait_until(lambda: tokens.have_arrived)
 
-    def _run(self, packed: PackedStep, images: StepImages | None, pending: NDArray[np.int64]) -> torch.Tensor:
-        """Enqueue a forward; `StepBuffers.send` explains `pending`. All ranks choose the same recording, because they
-        have the same adapters in the same slots."""
+    def _run(self, packed: PackedStep) -> tuple[torch.Tensor, bool]:
+        """Enqueue a forward; return its logits, and True if it was a whole recorded step. All ranks choose the same
+        recording, because they have the same adapters in the same slots."""
+        images = self._forward.step_images(packed, self.image_rows)
         inputs = replace(self._buffers.fill(packed), images=images)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
@@ -217,10 +238,11 @@ class GpuRunner:
         is_recorded = packed.activations is None
         if packed.decodes and extras is None and images is None and is_recorded:
             run = self._decode_graphs.stage(packed, ranks)
-            self._send(packed, inputs, pending)
-            return run()
+            self._buffers.memory.send()
+            return run(), True
         decode = self._decoder_graphs.stage(packed, ranks, extras, images) if is_recorded else None
-        self._send(packed, inputs, pending)
+        self._buffers.memory.send()
+        self._ends.begin(inputs.input_ids, follows_unknown_tokens=packed.follows_unknown_tokens)
         if decode is None and packed.segments is not None:
             tile_map = TileMap.for_step(
                 packed.segments,
@@ -229,14 +251,7 @@ class GpuRunner:
                 is_invariant=self._buffers.is_invariant,
             )
             attach_tile_map(packed.segments, tile_map)
-        return self._forward(inputs, packed.segments, extras, decode)
-
-    def _send(self, packed: PackedStep, inputs: StepInputs, pending: NDArray[np.int64]) -> None:
-        """Send the step to the device. Only rank 0 samples, so the other ranks get the tokens that the host does not
-        know from its device: a few bytes, and no state of requests."""
-        self._buffers.send(pending, None if self._previous is None else self._previous.tokens)
-        if (ranks := self._forward.ranks) is not None and packed.follows_unknown_tokens:
-            ranks.broadcast(inputs.input_ids)
+        return self._forward(inputs, packed.segments, extras, decode), False
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedForward) -> TokensInFlight:
@@ -246,25 +261,28 @@ class GpuRunner:
         if self._constraints is not None:
             drafts = {chunk.sequence: list(chunk.drafts) for chunk in launched.chunks if chunk.drafts}
             masks = self._constraints.masks([chunk.sequence for chunk in launched.chunks], drafts)
-        in_flight = self._sampler.launch(launched.logits, launched.rows, self._previous, masks, launched.parameters)
+        assert self._sampler is not None, "only rank 0 samples"
+        in_flight = self._sampler.launch(launched.logits, launched.rows, masks, is_chosen=launched.is_chosen)
         self._previous = in_flight.sampled
         return in_flight
 
     def forget(self, request_id: str) -> None:
         """Drop the request's seed, its sum of hidden states and the state of its constraint."""
+        assert self._sampler is not None, "only rank 0 has requests"
         self._sampler.forget(request_id)
         self._pooler.forget(request_id)
         self._buffers.block_tables.forget(request_id)
         if self._constraints is not None:
             self._constraints.forget(request_id)
 
-    def _pending(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
-        """Return int64[2, n]: rows whose token is PENDING, and their rows among the previous step's sampled rows."""
+    def _pending(self, step: Step, packed: PackedStep) -> PendingTokens:
+        """Return the rows whose token is PENDING, and their rows among the previous step's sampled rows."""
         lasts = packed.cu_seqlens[1:] - 1 - np.array([len(chunk.drafts) for chunk in step.chunks])
         chunks = np.flatnonzero(packed.input_ids[lasts] == PENDING)
         row_of = {} if self._previous is None else self._previous.row_of
-        sources = [row_of[step.chunks[number].sequence] for number in chunks.tolist()]
-        return np.array((lasts[chunks], sources), dtype=np.int64)
+        sequences = [step.chunks[number].sequence for number in chunks.tolist()]
+        sources = np.array([row_of[sequence] for sequence in sequences], dtype=np.int64)
+        return PendingTokens(sequences, lasts[chunks].astype(np.int64), sources)
 
 
 ROWS = 2
@@ -273,7 +291,9 @@ EVERYTHING = SamplingParams(max_tokens=4, min_tokens=2, logprobs=1, **EXAMPLES)
 """Parameters of a request that uses every one of them, none with a neutral value."""
 
 
-def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shapes: Items[AttentionShape]) -> None:
+def warm_up(
+    forward: Forward, buffers: StepBuffers, sampler: DeviceSampler | None, shapes: Items[AttentionShape]
+) -> None:
     """Compile the kernels of steps that are not recorded; `shapes` are the kinds of attention of the model's layers.
 
     No adapter is installed yet and no page is read or written.
@@ -298,9 +318,14 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
         forward(replace(inputs, batch=batch), segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
+    if sampler is None:
+        return
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)
-    sampler.launch(logits, SampledRows(sequences), None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
-    sampler.launch(logits[-1:], SampledRows(sequences[-1:]), None).events()
+    masks = TokenMasks(np.zeros(1, dtype=np.int64), words, {})
+    for some, own in ((sequences, masks), (sequences[-1:], None)):
+        staged = sampler.stage(SampledRows(some), NONE_PENDING)
+        buffers.memory.send()
+        sampler.launch(logits[-len(some) :], staged, own).events()
     for sequence in sequences:
         sampler.forget(sequence.id)
 

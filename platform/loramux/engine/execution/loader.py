@@ -37,7 +37,6 @@ from loramux.engine.execution.checkpoint import (
     sampling_defaults,
 )
 from loramux.engine.execution.constraints import Constraints, load_vocabulary
-from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, plan_encoder, refuse_settings
 from loramux.engine.execution.memory_plan import (
     Card,
@@ -335,9 +334,8 @@ def _runner(
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 
-    sampler = DeviceSampler(eos, pool.device)
     runner = GpuRunner.build(
-        forward, sampler, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
+        forward, eos, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
     )
     runner.team = team
     return runner

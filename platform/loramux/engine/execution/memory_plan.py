@@ -11,6 +11,7 @@ import fcntl
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +26,15 @@ from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes,
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
-from loramux_adapters.base import BaseDescription
-from loramux_adapters.families import MTP_PREFIX
+from loramux_adapters.base import BaseDescription, LinearShape
+from loramux_adapters.families import MTP_PREFIX, reads_other_inputs
 from loramux_adapters.latent import expansion_elements
 from loramux_adapters.sharding import Sharding
+from loramux_adapters.targets import MAX_ADDED_TOKENS
 from loramux_kernels.tables import RANK_TILE
 
 GB = 1e9
+COUNT_BYTES = 4
 TYPICAL_RANK = 64
 """Rank of the adapters that a memory plan counts."""
 DEFAULT_CPU_POOL = 2 << 30
@@ -115,16 +118,19 @@ def loading_alone(device: torch.device, engine: EngineSettings) -> Iterator[None
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of every rank of an engine."""
+    """Memory of every rank of an engine; the plan of another card than rank 0's has no tower."""
 
     num_ranks: int
     weight_bytes: int
+    """Bytes of weights of every rank, without those of `tower_bytes`."""
     pool_bytes: int
     page_bytes: int
     """Bytes of a page; 0 if it is not known without the weights."""
     adapter_bytes: int
     """Bytes of an adapter of TYPICAL_RANK on all linears."""
     is_quantized: bool = False
+    tower_bytes: int = 0
+    """Bytes of the modules that read images or sound, which rank 0 alone has."""
     image_bytes: int = 0
     """Bytes for images, as the vision tower has computed them."""
     step_bytes: int = 0
@@ -135,17 +141,25 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of all ranks."""
-        return self.num_ranks * (self.weight_bytes + self.pool_bytes + self.expansion_bytes) + self.image_bytes
+        of_each = self.weight_bytes + self.pool_bytes + self.expansion_bytes
+        return self.num_ranks * of_each + self.tower_bytes + self.image_bytes
+
+    @property
+    def largest_weight_bytes(self) -> int:
+        """Bytes of the weights of the rank that has the most."""
+        return self.weight_bytes + self.tower_bytes
 
     def __str__(self) -> str:
         pages = f" = {self.pool_bytes // self.page_bytes:,} pages" if self.page_bytes else ""
         adapters = self.pool_bytes // self.adapter_bytes if self.adapter_bytes else 0
         where = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        on_first = " on rank 0" if self.num_ranks > 1 else ""
+        tower = f", vision tower {self.tower_bytes / GB:.1f} GB{on_first}" if self.tower_bytes else ""
         images = f", images {self.image_bytes / GB:.1f} GB" if self.image_bytes else ""
         step = f"largest step {self.step_bytes / GB:.1f} GB, " if self.step_bytes else ""
         return (
             f"weights {self.weight_bytes / GB:.1f} GB, {step}pool {self.pool_bytes / GB:.1f} GB{pages}, "
-            f"or {adapters:,} adapters of rank {TYPICAL_RANK} on all linears{where}{images}"
+            f"or {adapters:,} adapters of rank {TYPICAL_RANK} on all linears{where}{tower}{images}"
         )
 
     def check(self, memory: int) -> None:
@@ -153,7 +167,7 @@ class MemoryPlan:
         fit."""
         if self.total_bytes <= memory:
             return
-        left = memory // self.num_ranks - self.weight_bytes - self.expansion_bytes
+        left = (memory - self.tower_bytes) // self.num_ranks - self.weight_bytes - self.expansion_bytes
         if left >= max(self.page_bytes, 1) and self.image_bytes:
             way_out = f"set engine.pool_bytes and engine.image_bytes to {left} or less together"
         elif left >= max(self.page_bytes, 1):
@@ -186,35 +200,49 @@ def plan_memory(
 
     Raises UnsupportedModel if the files are not safetensors.
     """
-    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items()}
+    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in _linears_of_text(base).items()}
+    weight_bytes, tower_bytes = _weight_bytes(directory, base, sharding, itemsize, has_head=engine.speculation == "mtp")
     return MemoryPlan(
         sharding.size,
-        _weight_bytes(directory, base, sharding, itemsize, has_head=engine.speculation == "mtp"),
+        weight_bytes,
         pool_bytes,
         _page_bytes(sharding, engine, RANK_TILE * max(map(max, widths.values())), itemsize),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=format_of(vars(sharding.config)) is not None,
+        tower_bytes=tower_bytes,
         image_bytes=image_bytes,
         expansion_bytes=itemsize * expansion_elements(widths),
     )
 
 
-def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int, *, has_head: bool) -> int:
-    """Return the bytes of a rank's weights: of the model if the files are no safetensors, else of the files."""
+def _linears_of_text(base: BaseDescription) -> dict[str, LinearShape]:
+    """Return the linears that steps compute, and whose adapters are in the pool."""
+    return {name: shape for name, shape in base.modules.items() if not reads_other_inputs(name)}
+
+
+def _weight_bytes(
+    directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int, *, has_head: bool
+) -> tuple[int, int]:
+    """Return the bytes of every rank's weights, and of those that rank 0 alone has: of the model if the files are no
+    safetensors, else of the files."""
+    sizes: Counter[str] = Counter()
     if sharding.size == 1 and not holds_safetensors(directory):
-        return itemsize * sum(parameter.numel() for parameter in empty_model(sharding).parameters())
-    form = format_of(vars(sharding.config))
-    quantized = () if form is None else quantized_linears(directory, form)
-    with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
-        loaded = (tensor for name, tensor in tensors.items() if has_head or not name.startswith(MTP_PREFIX))
-        weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in loaded)
-    shapes = ((name, whole_shape(base, name)) for name in quantized)
-    known = {name: shape for name, shape in shapes if shape is not None}  # loading refuses other linears
-    for name, num_bytes in held_bytes(directory, known).items():
-        shape = known[name]
-        share = math.prod(sharding.width(name, shape.out_features, shape.in_features))
-        weight_bytes += num_bytes * share // shape.num_weights
-    return weight_bytes
+        sizes.update({name: itemsize * one.numel() for name, one in empty_model(sharding).named_parameters()})
+    else:
+        form = format_of(vars(sharding.config))
+        quantized = () if form is None else quantized_linears(directory, form)
+        with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
+            loaded = {name: one for name, one in tensors.items() if has_head or not name.startswith(MTP_PREFIX)}
+            sizes.update({name: itemsize * math.prod(one.get_shape()) for name, one in loaded.items()})
+        shapes = ((name, whole_shape(base, name)) for name in quantized)
+        known = {name: shape for name, shape in shapes if shape is not None}  # loading refuses other linears
+        for name, num_bytes in held_bytes(directory, known).items():
+            shape = known[name]
+            share = math.prod(sharding.width(name, shape.out_features, shape.in_features))
+            sizes[name] += num_bytes * share // shape.num_weights
+    tower_bytes = sum(size for name, size in sizes.items() if reads_other_inputs(name))
+    loads_text_alone = sharding.config.get_text_config() is sharding.config
+    return sizes.total() - tower_bytes, 0 if loads_text_alone else tower_bytes
 
 
 def _page_bytes(sharding: Sharding, engine: EngineSettings, widest: int, itemsize: int) -> int:
@@ -238,12 +266,15 @@ def plan_on_card(
     settings: Settings,
     card: Card,
     limits: StepLimits,
+    rank: int = 0,
 ) -> MemoryPlan:
-    """Plan the memory of an engine on `card`, whose pool is at most what the weights and the largest step leave.
+    """Plan the memory of `rank` on `card`, whose pool is at most what the weights and the largest step leave.
 
     Raises UnsupportedModel with settings that would fit, if not even one page is left.
     """
     plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine)
+    if rank:
+        plan = replace(plan, tower_bytes=0)
     return fit_on_card(plan, StepMemory.of(base, itemsize, sharding), settings, card, limits)
 
 
@@ -254,9 +285,9 @@ def fit_on_card(plan: MemoryPlan, step: StepMemory, settings: Settings, card: Ca
     """
     engine = settings.engine
     plan = replace(plan, step_bytes=step.largest(limits))
-    beside = plan.weight_bytes + plan.step_bytes
+    beside = plan.largest_weight_bytes + plan.step_bytes
     if settings.model.quantization != "none":  # the weights are whole on the card until they are quantized
-        needed, available = plan.weight_bytes, card.free
+        needed, available = plan.largest_weight_bytes, card.free
     elif engine.pool_bytes is not None:
         needed, available = beside + engine.pool_bytes, card.free
     else:
@@ -277,14 +308,15 @@ class StepMemory:
     per_token: int
     """Bytes of a token: inputs and outputs of the two widest linears together."""
     per_sequence: int
-    """Bytes of a sequence: its logits, also in float32."""
+    """Bytes of a sequence: its logits, also in float32, and the counts of its tokens (`TokenCounts`)."""
 
     @classmethod
     def of(cls, base: BaseDescription, itemsize: int, sharding: Sharding | None = None) -> StepMemory:
         """Return the bytes for a base, or for a rank's share of it, whose elements have `itemsize` bytes."""
-        shapes = {name: (shape.out_features, shape.in_features) for name, shape in base.modules.items()}
+        shapes = {name: (shape.out_features, shape.in_features) for name, shape in _linears_of_text(base).items()}
         widest = max(sum(shape if sharding is None else sharding.width(name, *shape)) for name, shape in shapes.items())
-        return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size)
+        counts = base.vocab_size + MAX_ADDED_TOKENS
+        return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size + COUNT_BYTES * counts)
 
     def largest(self, limits: StepLimits) -> int:
         """Return the bytes of the largest step."""
@@ -314,10 +346,10 @@ def _setting_that_fits(
 ) -> str | None:
     """Return the change of the engine's settings with which the plan fits; None if there is none."""
     page = max(plan.page_bytes, 1)
-    left = card.free - plan.weight_bytes - plan.step_bytes
+    left = card.free - plan.largest_weight_bytes - plan.step_bytes
     if engine.pool_bytes is not None and left >= page:
         return f"set engine.pool_bytes to {left} or less"
-    setting = step.setting_for(available - plan.weight_bytes - (engine.pool_bytes or page), limits)
+    setting = step.setting_for(available - plan.largest_weight_bytes - (engine.pool_bytes or page), limits)
     if setting is None and engine.pool_bytes is None and (utilization := card.utilization_for(needed)) <= 1:
         return f"set engine.gpu_memory_utilization to {utilization:g} or more"
     return setting
@@ -332,6 +364,6 @@ def _way_out(plan: MemoryPlan, card: Card, needed: int, *, can_quantize: bool) -
         return f"other processes hold {held:.1f} GB of it: end them, or name another GPU (engine.device)"
     if plan.is_quantized:
         return "the weights alone are too large: give a checkpoint of fewer bits, or a larger GPU"
-    if can_quantize and plan.weight_bytes <= card.free:
+    if can_quantize and plan.largest_weight_bytes <= card.free:
         return 'the weights are too large: set model.quantization = "int8" or "nf4"'
     return "the weights alone are too large, also to be quantized there: give a quantized checkpoint, or a larger GPU"

@@ -42,7 +42,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import IMPLEMENTATION, AttentionStep, KvLayout, UnsupportedModel
 from loramux.engine.execution.runner import Forward, PackedStep, decoder_of
 from loramux.engine.execution.sharded_checkpoint import safetensors_of
-from loramux.engine.execution.vision import StepImages, rotary_positions
+from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, Step
 from loramux_adapters.families import MTP_PREFIX, family_of
@@ -188,14 +188,7 @@ class HeadDrafter:
         """By request of the latest step: the place of the token that it sampled last, and the row before this token."""
 
     @torch.inference_mode()
-    def follow(
-        self,
-        step: Step,
-        packed: PackedStep,
-        images: StepImages | None,
-        hidden: torch.Tensor,
-        sampled: Iterable[TokenEvent],
-    ) -> None:
+    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Iterable[TokenEvent]) -> None:
         """Write the keys and values of a step's pairs, from its hidden states `[T, hidden]` and the events of its
         tokens. Pairs of refused drafts are overwritten by later steps, as KV is.
         """
@@ -208,7 +201,7 @@ class HeadDrafter:
         known[torch.from_numpy(starts == 0)] = 0.0  # no pair; a page's earlier contents may be no numbers
         previous[torch.from_numpy(packed.cu_seqlens[:-1]).long()] = known
         embeddings = self._embed(torch.from_numpy(packed.input_ids))
-        if images is not None:
+        if (images := self._forward.images) is not None:
             embeddings[images.rows] = images.features[0]
         positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
         joined = self.head.join(embeddings, previous)

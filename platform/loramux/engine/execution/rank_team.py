@@ -55,7 +55,6 @@ from loramux.engine.execution.rank_worker import (
     serve_rank,
 )
 from loramux.engine.execution.runner import PackedStep
-from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
@@ -186,9 +185,9 @@ class RankTeam:
         self._may_wait = True
         return found
 
-    def run(self, packed: PackedStep, images: StepImages | None) -> None:
+    def run(self, packed: PackedStep) -> None:
         """Send a step."""
-        self.tell(RunStep(packed.for_other_ranks(), images))
+        self.tell(RunStep(packed.for_other_ranks()))
 
     def tell(self, message: Any) -> None:
         """Send a message to every rank, in order with the steps."""
@@ -459,15 +458,12 @@ def ranked_weights(
 def _bias(
     name: str, own: FittedLinear, out_features: int, sharding: Sharding, ready: Sequence[RankReady]
 ) -> torch.Tensor | None:
-    """Join the ranks' biases. If the outputs are a sum, only rank 0 has the bias."""
-    if own.bias is None:
-        return None
-    ranks_own = (own.bias.cpu(), *(one.biases[name] for one in ready))
-    whole = ranks_own[0].new_zeros(out_features)
-    for rank, bias in enumerate(ranks_own):
+    """Join the ranks' biases. If the outputs are not divided, rank 0 has the whole bias."""
+    if own.bias is None or sharding.outputs(name, 0, out_features) is None:
+        return None if own.bias is None else own.bias.cpu()
+    whole = own.bias.cpu().new_zeros(out_features)
+    for rank, bias in enumerate((own.bias.cpu(), *(one.biases[name] for one in ready))):
         shares = sharding.outputs(name, rank, out_features)
-        if shares is not None:
-            place_shares(whole, shares, bias)
-        elif rank == 0:
-            whole = bias
+        assert shares is not None, "all ranks divide alike"
+        place_shares(whole, shares, bias)
     return whole

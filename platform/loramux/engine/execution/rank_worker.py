@@ -36,9 +36,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import AssembledModel, find_device, load_share
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import max_positions
-from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.runner import PackedStep, StepGraphs, run_forward
-from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.errors import BaseUnusable
 from loramux_adapters.weights import AdapterWeights, LoraWeights
@@ -46,7 +44,7 @@ from loramux_kernels.device import runs_triton
 
 logger = logging.getLogger(__name__)
 
-RunsStep = Callable[[PackedStep, StepImages | None], object]
+RunsStep = Callable[[PackedStep], object]
 """Runs this rank's part of a step."""
 
 PR_SET_PDEATHSIG = 1
@@ -59,8 +57,6 @@ class RunStep:
     """Run one forward."""
 
     packed: PackedStep
-    images: StepImages | None = None
-    """Rows of images, which rank 0 has computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +269,7 @@ def _biases(share: AssembledModel) -> dict[str, torch.Tensor]:
     return {name: linear.bias.cpu() for name, linear in linears.items() if linear.bias is not None}
 
 
-def _runner(
-    share: AssembledModel, settings: Settings
-) -> tuple[Callable[[PackedStep, StepImages | None], object], StepGraphs]:
+def _runner(share: AssembledModel, settings: Settings) -> tuple[RunsStep, StepGraphs]:
     """Return the function that runs this rank's part of a step, and its recordings."""
     forward = share.forward
     if not runs_triton(forward.bank.pool):
@@ -283,9 +277,9 @@ def _runner(
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 
-    sampler, states = DeviceSampler((), forward.bank.pool.device), share.states.num_pages
+    states = share.states.num_pages
     longest = settings.engine.max_model_len or max_positions(forward.model.config)
-    runner = GpuRunner.build(forward, sampler, None, share.limits, longest, share.block_size, states)
+    runner = GpuRunner.build(forward, (), None, share.limits, longest, share.block_size, states)
     return runner.follow, runner.graphs
 
 
@@ -301,8 +295,8 @@ def _run(
     host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
     while True:
         match receive(steps):
-            case RunStep(packed, images):
-                run_step(packed, images)
+            case RunStep(packed):
+                run_step(packed)
             case SaveKv(pages, slots):
                 host_kv.save(pages, slots)
             case RestoreKv(slots, pages):

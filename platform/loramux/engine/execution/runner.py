@@ -38,6 +38,7 @@ from loramux.engine.execution.vision import (
     ImageEffects,
     RowsOfImage,
     StepImages,
+    image_row_shape,
     rotary_positions,
     row_ends,
     rows_of_images,
@@ -87,14 +88,7 @@ class StepGraphs(NamedTuple):
 class StepFollower(Protocol):
     """A reader of each step's hidden states."""
 
-    def follow(
-        self,
-        step: Step,
-        packed: PackedStep,
-        images: StepImages | None,
-        hidden: torch.Tensor,
-        sampled: Iterable[TokenEvent],
-    ) -> None:
+    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Iterable[TokenEvent]) -> None:
         """Read a step's hidden states after the last norm, `[T, hidden]`; `sampled` are the events of its tokens."""
 
 
@@ -363,7 +357,10 @@ class Forward:
         self._decoder.register_forward_hook(self._keep)
         self.effects = ImageEffects.of(model.config)
         """Changes that images make to a step."""
-        self._images: StepImages | None = None
+        self.images: StepImages | None = None
+        """Images of the latest step; None if it had no rows of images."""
+        depth, hidden_size = image_row_shape(model.config)
+        self._no_image_rows = bank.pool.new_empty(depth, 0, hidden_size)
         if images_of(model.config.model_type) is not None:
             self._decoder.register_forward_pre_hook(self._place_images, with_kwargs=True)
         for depth in range(1, 1 + self.effects.num_deep_rows):
@@ -383,7 +380,9 @@ class Forward:
         `extras` holds the parts of the step's adapters other than LoRA pairs on linears: vectors, biases, vocabulary
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
-        self._images = inputs.images
+        self.images = inputs.images
+        if inputs.images is not None and self.ranks is not None:  # rank 0 alone has the tower
+            self.ranks.broadcast(inputs.images.features)
         serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
         with self._products(), serving, self._decoding_by(decode):
             logits: torch.Tensor = self.model(
@@ -397,22 +396,35 @@ class Forward:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
 
+    def step_images(self, packed: PackedStep, image_rows: ImageRows[torch.Tensor] | None) -> StepImages | None:
+        """Return the images of a step; None if there are none.
+
+        `image_rows` are rank 0's, which alone has the tower. Other ranks get the features when the forward begins.
+        """
+        if not packed.images:
+            return None
+        images = StepImages.at(packed.images, self._no_image_rows)
+        if self.ranks is None or self.ranks.rank == 0:
+            assert image_rows is not None, "requests with images are refused otherwise"
+            images.fill(packed.images, image_rows)
+        return images
+
     def _place_images(self, _module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         """Put the rows of images in the place of their placeholders' embeddings."""
-        if self._images is not None:
-            inputs["inputs_embeds"][0, self._images.rows] = self._images.features[0]
+        if self.images is not None:
+            inputs["inputs_embeds"][0, self.images.rows] = self.images.features[0]
 
     def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
         """Add the rows of images that belong after the layer number `depth`, counted from 1."""
-        if self._images is not None:
-            hidden[0, self._images.rows] += self._images.features[depth]
+        if self.images is not None:
+            hidden[0, self.images.rows] += self.images.features[depth]
 
     def hidden_states(
         self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
     ) -> torch.Tensor:
         """Return the hidden states `[T, hidden]`, after the last norm, of `embeddings` `[T, hidden]`, in which images
         have been placed."""
-        self._images = inputs.images
+        self.images = inputs.images
         with self._products(), self.bank.serving(segments, extras, inputs.batch.slot_mapping):
             hidden: torch.Tensor = self._run_decoder(
                 inputs_embeds=embeddings[None],
@@ -601,7 +613,7 @@ class CompletedStep:
 class OtherRanks(Protocol):
     """The other ranks of an engine, as a runner needs them."""
 
-    def run(self, packed: PackedStep, images: StepImages | None) -> None:
+    def run(self, packed: PackedStep) -> None:
         """Make them run a step's forward."""
 
     def wait_until(self, has_ended: Callable[[], bool]) -> None:
@@ -612,7 +624,9 @@ class OtherRanks(Protocol):
 
 
 @torch.inference_mode()
-def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None = None) -> torch.Tensor:
+def run_forward(
+    forward: Forward, packed: PackedStep, image_rows: ImageRows[torch.Tensor] | None = None
+) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
     batch = AttentionBatch(
         cu_seqlens=torch.from_numpy(packed.cu_seqlens),
@@ -631,7 +645,7 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         position_ids=torch.from_numpy(positions),
         batch=batch,
         sampled_rows=torch.from_numpy(packed.sampled_rows),
-        images=images,
+        images=forward.step_images(packed, image_rows),
     )
     return forward(inputs, packed.segments, forward.bank.extras_of(packed.segments, packed.sampled_rows))
 
@@ -677,18 +691,17 @@ class CpuRunner:
             effects=self._forward.effects,
             changes_latents=self.bank.changes_latents,
         )
-        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self._team is not None:
-            self._team.run(packed, images)
+            self._team.run(packed)
         masks = self._start_masks(step.sampling)
         keeps_hidden = bool(step.pooled) or self._follower is not None
         self._forward.keep_hidden(keeps_hidden)
-        logits, scores = split_scored(self._run(packed, images), packed.scored)
+        logits, scores = split_scored(self._run(packed), packed.scored)
         hidden = self._forward.take_hidden() if keeps_hidden else logits[:0]
         pooled = self._pooler.pool(hidden, step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
         if self._follower is not None:
-            self._follower.follow(step, packed, images, hidden, events)
+            self._follower.follow(step, packed, hidden, events)
         return CompletedStep(events, scores, pooled)
 
     def forget(self, request_id: str) -> None:
@@ -698,9 +711,9 @@ class CpuRunner:
         if self._constraints is not None:
             self._constraints.forget(request_id)
 
-    def _run(self, packed: PackedStep, images: StepImages | None) -> torch.Tensor:
+    def _run(self, packed: PackedStep) -> torch.Tensor:
         try:
-            return run_forward(self._forward, packed, images)
+            return run_forward(self._forward, packed, self.image_rows)
         except RuntimeError as error:
             if self._team is None:
                 raise

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux_adapters.base import MODEL_LOCK, BaseDescription, auto_class
-from loramux_adapters.sharding import Sharding
+from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.sharding import Sharding, is_held_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,14 @@ class ShardedTensor:
 def sharded_tensors(
     directory: Path, sharding: Sharding, rank: int, without: Collection[str] = ()
 ) -> Iterator[dict[str, ShardedTensor]]:
-    """Open a checkpoint's files and yield the rank's share of every tensor. Of the modules `without`, only biases are
-    yielded. Raises UnsupportedModel."""
+    """Open a checkpoint's files and yield the rank's share of every tensor that the rank holds. Of the modules
+    `without`, only biases are yielded. Raises UnsupportedModel."""
     with ExitStack() as files:
         found: dict[str, ShardedTensor] = {}
         for path in safetensors_of(directory):
             file = files.enter_context(safe_open(path, framework="pt"))
             for key in file.keys():  # noqa: SIM118
-                if key.endswith(".bias") or module_of(key, without) is None:
+                if is_held_by(rank, key) and (key.endswith(".bias") or module_of(key, without) is None):
                     found[key] = ShardedTensor(file.get_slice(key), key, sharding, rank)
         yield found
 
@@ -151,6 +153,8 @@ def load_share_of(
     Raises UnsupportedModel, CannotShard.
     """
     model_class, narrowed = _narrowed_class(share.sharding)
+    if share.rank:
+        model_class = _derived(model_class, _remove_towers)
     if quantized:
         narrowed.quantization_config = config.quantization_config
     with sharded_tensors(directory, share.sharding, share.rank, without=quantized) as tensors:
@@ -185,30 +189,44 @@ def _narrowed_class(sharding: Sharding) -> tuple[Any, PretrainedConfig]:
     narrowed = sharding.narrowed_config()
     model_class = auto_class(narrowed)._model_mapping[type(narrowed)]
     if sharding.family.derives_head_width:
-        narrowed, model_class = copy.deepcopy(sharding.config), _with_narrow_parameters(model_class, sharding)
+        narrowed = copy.deepcopy(sharding.config)
+        model_class = _derived(model_class, partial(_narrow_parameters, sharding))
     if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text alone, as AutoModel does
         narrowed = narrowed.get_text_config()
     return model_class, narrowed
 
 
-def _with_narrow_parameters(model_class: Any, sharding: Sharding) -> Any:
-    """Return a class that makes the whole model, on the meta device, and then cuts its parameters to a rank's share."""
+def _derived(model_class: Any, change: Callable[[nn.Module], None]) -> Any:
+    """Return a class that makes the whole model, on the meta device, and then calls `change` with it."""
 
     def make(self: Any, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
-        for name, parameter in list(self.named_parameters()):
-            module = self.get_submodule(name.rpartition(".")[0])
-            shape = list(parameter.shape)
-            cuts = sharding.tensor_cuts(name, shape, 0)
-            narrow = [n if cut is None else sum(map(len, cut)) for n, cut in zip(shape, cuts or shape, strict=True)]
-            if cuts is not None and narrow != shape:
-                setattr(module, name.rpartition(".")[2], nn.Parameter(parameter.new_empty(narrow)))
-            if isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
+        change(self)
 
     # The new class has the old one's name and module, because transformers finds the renamings of checkpoints by both.
     names = {"__init__": make, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), names)
+
+
+def _narrow_parameters(sharding: Sharding, model: nn.Module) -> None:
+    """Cut the parameters of a whole model to a rank's share."""
+    for name, parameter in list(model.named_parameters()):
+        module = model.get_submodule(name.rpartition(".")[0])
+        shape = list(parameter.shape)
+        if (cuts := sharding.tensor_cuts(name, shape, 0)) is not None:
+            narrow = [n if cut is None else sum(map(len, cut)) for n, cut in zip(shape, cuts, strict=True)]
+            if narrow != shape:
+                setattr(module, name.rpartition(".")[2], nn.Parameter(parameter.new_empty(narrow)))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def _remove_towers(model: nn.Module) -> None:
+    """Leave out the modules that read images or sound, of which rank 0 sends the results."""
+    towers = [name for name, _ in model.named_modules() if reads_other_inputs(f"{name}.")]
+    for name in towers:
+        if not reads_other_inputs(name):
+            model.set_submodule(name, nn.Identity())
 
 
 def _restore_vocabulary(model: PreTrainedModel, config: PretrainedConfig) -> None:

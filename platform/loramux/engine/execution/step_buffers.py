@@ -21,6 +21,7 @@ from loramux.engine.scheduling.sequence import Chunk
 from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
 from loramux_kernels.device import to_device
 from loramux_kernels.staged_memory import StagedMemory
+from loramux_kernels.step_inputs import write_pages
 from loramux_kernels.tables import AttentionBatch, Segments
 
 NO_SLOT = -1
@@ -31,6 +32,8 @@ MOST_RECORDED_ROWS = 2048
 
 NUM_PATCHES = 1024
 """Pages that a step's copy has room for. More new pages, such as those of a long cached prefix, have two copies."""
+
+NO_CHANGES = PageChanges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
 LISTS_BYTES = 8 << 20
 SEQUENCE_LISTS_BYTES = 1 << 10
@@ -50,7 +53,7 @@ class BlockTables:
         self._free = list(range(max_sequences))
         self._places = memory.reserve((NUM_PATCHES,), torch.int64)
         self._values = memory.reserve((NUM_PATCHES,), torch.int32)
-        self._patch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._number = memory.reserve((1,), torch.int32)
         self._changed: list[tuple[int, int, int]] = []
 
     def rows_of(self, chunks: Collection[Chunk]) -> NDArray[np.int64]:
@@ -78,21 +81,20 @@ class BlockTables:
         self._changed.clear()
         return PageChanges(places, self.pages.reshape(-1)[places])
 
-    def stage(self, changes: PageChanges) -> None:
-        """Put changes into the step's copy."""
-        places, values = changes
+    def stage(self, changes: PageChanges | None) -> None:
+        """Put changes into the step's copy. Changes that it has no room for are written now, by separate copies."""
+        places, values = changes or NO_CHANGES
+        if len(places) > NUM_PATCHES:
+            where, pages = to_device(places, self._device), to_device(values, self._device)
+            self.on_device.view(-1).index_copy_(0, where, pages)
+            places, values = NO_CHANGES
         count = len(places)
-        if count > NUM_PATCHES:
-            self._patch = to_device(places, self._device), to_device(values, self._device)
-            return
         self._places.on_host(count)[:], self._values.on_host(count)[:] = places, values
-        self._patch = self._places.tensor[:count], self._values.tensor[:count]
+        self._number.on_host(1)[0] = count
 
     def apply(self) -> None:
-        """Write what was staged, once it is sent."""
-        if self._patch is not None:
-            self.on_device.view(-1).index_copy_(0, *self._patch)
-            self._patch = None
+        """Launch the write of what was staged and sent; it is recorded too."""
+        write_pages(self.on_device, self._places.tensor, self._values.tensor, self._number.tensor)
 
     def _forget_all_but(self, names: set[str]) -> None:
         for name in [name for name in self._row_of if name not in names]:
@@ -130,15 +132,13 @@ class StepBuffers:
         self._max_rank = max_rank
         tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
         lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
-        self.memory = StagedMemory(lists + 8 * 11 * max_rows, device)
+        self.memory = StagedMemory(lists + 8 * 16 * max_rows, device)
         """Memory that a step sends in one copy."""
         # Rows: input ids, positions (three of them if tokens have places), KV slots and adapters' slots.
         self._rows = self.memory.reserve((6 if effects.has_places else 4, max_rows), torch.int64)
         self._rows.tensor[-2:] = NO_SLOT
         self._positions = self._rows.tensor[1:-2] if effects.has_places else self._rows.tensor[1]
         self._row_ends = self.memory.reserve((max_rows,), torch.int32) if effects.sees_ahead else None
-        # Rows whose token is PENDING, and the rows of the previous step that sampled these tokens.
-        self._pending = self.memory.reserve((2, max_rows), torch.int64)
         self._sampled_rows = self.memory.reserve((max_rows,), torch.int64)
         self.block_tables = BlockTables(max_sequences, state_pages + max_blocks, self.memory, device)
         pages = self.block_tables.on_device
@@ -166,8 +166,7 @@ class StepBuffers:
             assert self._row_ends is not None, "a step of a model whose images see ahead"
             self._row_ends.on_host(length)[:] = packed.row_ends
         self._sampled_rows.on_host(num_sampled)[:] = packed.sampled_rows
-        if packed.page_changes is not None:
-            self.block_tables.stage(packed.page_changes)
+        self.block_tables.stage(packed.page_changes)
         return StepInputs(
             input_ids=self._rows.tensor[0, :length],
             position_ids=self._positions[..., :length],
@@ -186,22 +185,6 @@ class StepBuffers:
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )
-
-    def send(self, pending: NDArray[np.int64], sampled: torch.Tensor | None) -> None:
-        """Copy what was put into the host's buffer, and insert the tokens that the host does not know yet.
-
-        `pending` int64[2, n]: rows of the step, and the elements of `sampled` that are their tokens. `sampled` are the
-        tokens that an earlier step leaves on the device.
-        """
-        count = pending.shape[1]
-        if count:
-            self._pending.on_host(2)[:, :count] = pending
-        self.memory.send()
-        self.block_tables.apply()
-        if count:
-            assert sampled is not None, "a pending token was sampled by the step before"
-            rows, sources = self._pending.tensor[:, :count]
-            self._rows.tensor[0].index_copy_(0, rows, sampled[sources])
 
     def tiles_of(self, shape: TileShape) -> RowTiles:
         """Return the tiles of `shape` for steps of any recorded size; all recordings share them."""

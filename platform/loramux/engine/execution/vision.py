@@ -66,26 +66,24 @@ class StepImages:
     """[1 + d, n, hidden]: embeddings of these rows, and what is added to them after each of the first d layers."""
 
     @classmethod
-    def of(
-        cls, places: Sequence[RowsOfImage], image_rows: ImageRows[torch.Tensor] | None, device: torch.device
-    ) -> StepImages | None:
-        """Return the images at `places` of a step, with their rows on `device`; None if there are none.
+    def at(cls, places: Sequence[RowsOfImage], no_rows: torch.Tensor) -> StepImages:
+        """Return the images at `places` of a step, whose features are not filled in yet.
 
-        A GPU copies the rows while the host continues.
+        `no_rows` `[1 + d, 0, hidden]` has the dtype and the device of the features.
         """
-        if not places:
-            return None
-        assert image_rows is not None, "requests with images are refused otherwise"
         numbers = np.concatenate([np.arange(place.row, place.row + place.length) for place in places])
-        found = [image_rows.rows_of(place.request_id, place.digest) for place in places]
-        features = found[0].new_empty(len(found[0]), len(numbers), found[0].shape[2], device=device)
+        depth, _, hidden = no_rows.shape
+        return cls(to_device(numbers, no_rows.device), no_rows.new_empty(depth, len(numbers), hidden))
+
+    def fill(self, places: Sequence[RowsOfImage], image_rows: ImageRows[torch.Tensor]) -> None:
+        """Copy the rows at `places` into the features. A GPU copies them while the host continues."""
         done = 0
-        for place, rows in zip(places, found, strict=True):
-            for target, source in zip(features, rows, strict=True):  # each copy is of contiguous memory
+        for place in places:
+            rows = image_rows.rows_of(place.request_id, place.digest)
+            for target, source in zip(self.features, rows, strict=True):  # each copy is of contiguous memory
                 part = source[place.first : place.first + place.length]
                 target[done : done + place.length].copy_(part, non_blocking=True)
             done += place.length
-        return cls(to_device(numbers, device), features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,11 @@ class ImageEffects:
 
 
 NO_EFFECTS = ImageEffects()
+
+
+def image_row_shape(config: PretrainedConfig) -> tuple[int, int]:
+    """Return (1 + d, hidden), the shape of a row of an image in the model of `config`; see `StepImages`."""
+    return 1 + ImageEffects.of(config).num_deep_rows, int(config.get_text_config().hidden_size)
 
 
 def row_ends(position_ids: Ints, images: Iterable[RowsOfImage]) -> Ints:
@@ -202,7 +205,7 @@ class Tower:
         self._most_tokens = most_tokens
         self.whole_tokens = most_tokens if effects.sees_ahead else 0
         """Most tokens of an image, whose tokens one step must compute together; 0: they need not be."""
-        self._row_bytes = (1 + effects.num_deep_rows) * int(config.get_text_config().hidden_size) * model.dtype.itemsize
+        self._row_bytes = math.prod(image_row_shape(config)) * model.dtype.itemsize
 
     def measure(self, most_tokens: int) -> None:
         """Compute a blank image of up to `most_tokens` tokens on a GPU, and set `gpu_bytes`.
@@ -298,17 +301,12 @@ def _places(image: ImageInput) -> torch.Tensor:
     return torch.stack((columns, lines), dim=-1).view(1, -1, 2)
 
 
-def images_refused(directory: Path, config: PretrainedConfig, *, over_gpus: bool = False) -> str | None:
-    """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are.
-
-    `over_gpus`: ranks on several GPUs share the model.
-    """
+def images_refused(directory: Path, config: PretrainedConfig) -> str | None:
+    """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
     if (form := images_of(config.model_type)) is None:
         return "the model reads text alone"
     if getattr(config, "vision_config", None) is None:
         return "the checkpoint has no vision tower"
-    if over_gpus:
-        return "images are not sent to other GPUs; set engine.tensor_parallel_size = 1"
     return _missing_file(directory, form)
 
 

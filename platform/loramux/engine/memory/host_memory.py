@@ -192,9 +192,9 @@ class LoaderThreads:
         self._num_spare = 0
         """Threads beyond `threads`. They end when fewer than `threads` jobs run."""
         self._is_closed = False
+        self._is_watched = False
         for _ in range(threads):
             self._start_thread(self._work)
-        self._start_thread(self._watch)
 
     def submit(self, key: str, read: Callable[[], R], write: Callable[[R], T]) -> StoreJob[T]:
         """Queue a job for the adapter `key`. The job fails immediately if a read of the same key hangs, or if too many
@@ -207,6 +207,10 @@ class LoaderThreads:
         job.add_done_callback(lambda _: self._replace_hung_thread(key, job))
         with self._changed:
             self._waiting.setdefault(owner_of(key), deque()).append(lambda: self._run(key, job, read, write))
+            # Copies are never more than threads (`Residency.may_load`), so that they usually need no watcher.
+            if not self._is_watched and self._running.total() + sum(map(len, self._waiting.values())) > self._threads:
+                self._is_watched = True
+                self._start_thread(self._watch)
             self._changed.notify_all()
         return job
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence as Items
 from itertools import accumulate
 
 from loramux.engine.messages import EngineFault, Request
 from loramux.engine.scheduling.admission import CapacityPolicy
-from loramux.engine.scheduling.estimates import QueuedWork
+from loramux.engine.scheduling.estimates import QueuedWork, tokens_with_attention
 from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.scheduling.state import SchedulerState
 
@@ -107,27 +108,32 @@ class Deadlines:
         if not state.step_time.is_known:
             return 0.0
         before = state.queue.work_before(candidate.flow)
-        seconds = self._seconds(self._steps_to_admission(before, candidate), before, candidate.num_uncomputed)
+        seconds = self._seconds(self._steps_to_admission(before, candidate), before, [candidate])
         return max(seconds, state.residency.expected_wait(candidate.digest) if candidate.digest else 0.0)
 
     def queue_seconds(self) -> float:
         """Return the seconds until all waiting requests have begun and computed their prompts; 0 before steps were
         measured."""
         before = self._state.queue.work
-        return self._seconds(self._steps_to_admission(before), before, 0)
+        return self._seconds(self._steps_to_admission(before), before)
 
-    def prompt_tokens(self, before: QueuedWork) -> float:
-        """Return the prompt tokens that the running sequences and `before` have to compute."""
-        return sum(s.num_uncomputed for s in self._state.running if s.num_uncomputed > 1) + before.prompt
+    def prompt_work(self, before: QueuedWork, others: Items[Sequence] = ()) -> tuple[float, float]:
+        """Return the prompt tokens that the running sequences, `before` and `others` have to compute, as they are and
+        with their attention, in tokens without context."""
+        prefilling = [*(s for s in self._state.running if s.num_uncomputed > 1), *others]
+        tokens = sum(s.num_uncomputed for s in prefilling) + before.prompt
+        pairs = sum(s.uncomputed_pairs for s in prefilling) + before.pairs
+        return tokens, tokens_with_attention(tokens, pairs, self._state.limits.token_context)
 
-    def _seconds(self, steps_to_admission: float, before: QueuedWork, own_prompt: int) -> float:
+    def _seconds(self, steps_to_admission: float, before: QueuedWork, others: Items[Sequence] = ()) -> float:
         """Return the time of the steps until the work `before` is admitted and every prompt is computed."""
         state = self._state
         decoding = min(len(state.running) + before.requests, state.limits.max_num_seqs)
-        prompts = self.prompt_tokens(before) + own_prompt
+        tokens, cost = self.prompt_work(before, others)
         chunk = max(1, state.limits.prefill_tokens(math.ceil(decoding)))
-        steps = max(steps_to_admission, prompts / chunk)
-        return state.step_time.seconds(math.ceil(steps), steps * decoding + prompts)
+        # A step in which no sequence decodes takes as many tokens after any context, but takes longer.
+        steps = max(steps_to_admission, (cost if decoding else tokens) / chunk)
+        return state.step_time.seconds(math.ceil(steps), steps * decoding + cost)
 
     def _steps_to_admission(self, before: QueuedWork, candidate: Sequence | None = None) -> float:
         """Return the number of steps until enough pages and rows are free, at one token per step. Sequences that must

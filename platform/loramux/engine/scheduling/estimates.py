@@ -21,8 +21,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def attention_pairs(context: int, length: int) -> float:
+    """Return the query-key pairs of `length` tokens after `context` tokens. Each token reads the context and the tokens
+    between."""
+    return length * (context + length / 2.0)
+
+
+def tokens_with_attention(tokens: float, pairs: float, token_context: float) -> float:
+    """Return the number of tokens without context that take as long as `tokens` tokens with `pairs` query-key pairs.
+
+    `token_context` is `SchedulerLimits.token_context`; inf: attention is not counted.
+    """
+    return tokens + pairs / token_context
+
+
 class StepTimeModel:
-    """Seconds of a step = fixed + per_token * tokens: least squares over the latest steps, exponentially weighted."""
+    """Seconds of a step = fixed + per_token * tokens: least squares over the latest steps, exponentially weighted.
+
+    Tokens of prompts are counted with their attention (`tokens_with_attention`).
+    """
 
     MEMORY = 64.0
     """Steps after which a measurement counts for 1/e."""
@@ -39,7 +56,7 @@ class StepTimeModel:
         """True if enough steps were measured."""
         return self._weight >= self.ENOUGH
 
-    def observe(self, tokens: int, seconds: float) -> None:
+    def observe(self, tokens: float, seconds: float) -> None:
         """Count a step of `tokens` tokens that took `seconds`."""
         keep = 1.0 - 1.0 / self.MEMORY
         self._weight = keep * self._weight + 1.0
@@ -206,6 +223,8 @@ class QueuedWork:
     """Tokens to generate."""
     kv_tokens: float = 0.0
     """Number of tokens of KV that the requests hold when they end."""
+    pairs: float = 0.0
+    """Query-key pairs of the tokens to prefill."""
 
     @property
     def units(self) -> float:
@@ -218,6 +237,7 @@ class QueuedWork:
         self.prompt += times * other.prompt
         self.output += times * other.output
         self.kv_tokens += times * other.kv_tokens
+        self.pairs += times * other.pairs
 
     def share_of(self, units: float) -> float:
         """Return the part of this work, 0 to 1, that is worth `units`."""

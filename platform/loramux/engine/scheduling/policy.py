@@ -42,6 +42,10 @@ once for all its rows, so more rows cost mostly their KV. A step of 2,048 tokens
 LARGE_GPU_BYTES = 40_000_000_000
 """Bytes of GPU memory of one engine from which the KV of more than FEW_ROWS sequences fits next to a usual base."""
 
+ATTENTION_COST = 2.0
+"""Time of a multiplication in a CPU's attention, with its part of the softmax, over the time of one in its products. On
+a Zen 5, with 2, chunks of few tokens after a long context took as long as chunks of many tokens after none."""
+
 GPU_ROW_TILE = 128
 """Rows that a product's kernels take at once on a GPU: recorded steps of so many rows have buckets of these sizes."""
 
@@ -49,6 +53,16 @@ GPU_ROW_TILE = 128
 def default_mixed_prefill_tokens(*, on_cpu: bool) -> int:
     """Return the default for the maximum number of prompt tokens in a step in which sequences decode."""
     return CPU_MIXED_PREFILL_TOKENS if on_cpu else GPU_MIXED_PREFILL_TOKENS
+
+
+def token_context(products: float, attention: float) -> float | None:
+    """Return the tokens of context whose attention costs a token of a CPU as much as its products with the weights;
+    None if no layer reads the whole context.
+
+    `products`: multiplications of a token with the weights. `attention`: multiplications of a token with one token of
+    its context, over all layers that read the whole context.
+    """
+    return products / (ATTENTION_COST * attention) if attention else None
 
 
 def step_limits(engine: EngineSettings, gpu_bytes: int | None) -> StepLimits:
@@ -97,7 +111,8 @@ class SchedulerLimits:
     images can be cut."""
     token_context: float = math.inf
     """Tokens of context whose attention costs a token as much as its products. `max_mixed_prefill_tokens` are tokens
-    without context, and fewer after a long context, so that a step takes the same time; inf: they are not fewer."""
+    without context, and fewer after a long context, so that a step takes the same time; inf: attention is not counted,
+    not in predictions either."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.

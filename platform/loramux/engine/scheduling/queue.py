@@ -339,7 +339,8 @@ class RequestQueue:
 
 def _work_of(sequence: Sequence) -> QueuedWork:
     output = (sequence.expected_service - sequence.num_prompt_tokens) / 2 - sequence.num_output_tokens
-    return QueuedWork(1.0, sequence.num_uncomputed, max(1.0, output), sequence.likely_len)
+    pairs = sequence.uncomputed_pairs
+    return QueuedWork(1.0, sequence.num_uncomputed, max(1.0, output), sequence.likely_len, pairs)
 
 
 def _add_others(before: QueuedWork, queue: FairQueue[CounterT], own: CounterT, level: float) -> None:

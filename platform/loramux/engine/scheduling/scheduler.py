@@ -19,7 +19,7 @@ from loramux.engine.memory.residency import AdapterState, Residency
 from loramux.engine.messages import EngineFault, Request, TokenEvent
 from loramux.engine.scheduling.admission import Admission, CapacityPolicy
 from loramux.engine.scheduling.deadlines import Deadlines
-from loramux.engine.scheduling.estimates import StepTimeModel
+from loramux.engine.scheduling.estimates import StepTimeModel, attention_pairs, tokens_with_attention
 from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.queue import LOAD_SLOT
@@ -67,13 +67,14 @@ class Scheduler:
         self._admission = Admission(self.state, self.capacity)
         self._deadlines = Deadlines(self.state, self.capacity)
         self.speculation = Speculation(self.state)
-        self._planned_at, self._running_tokens = 0.0, 0
+        self._planned_at, self._running_tokens = 0.0, 0.0
+        """Time of the latest plan, and tokens of the running step, with the attention of prompts."""
         self._running_rows = 0
         """Tokens of the running step if none is of a prompt, else 0."""
         self._is_in_flight = self._was_in_flight = False
         """True if the latest step had not ended when it was committed, or the one before it when the latest was
         planned."""
-        self._earlier_tokens = 0
+        self._earlier_tokens = 0.0
         """Tokens of the step before the latest one."""
         self._settled_at: int | None = 0
         """The queue's `num_changes` after a plan that held nothing and changed nothing; None after any other plan."""
@@ -102,15 +103,20 @@ class Scheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute, of sequences that wait or run."""
-        return round(self._deadlines.prompt_tokens(self.queue.work))
+        return round(self._deadlines.prompt_work(self.queue.work)[0])
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens computed per second next to the sequences that run now; 0 before steps were measured."""
+        """Prompt tokens computed per second next to the sequences that run now; 0 before steps were measured.
+
+        After long contexts they are fewer: the tokens have the mean attention of `num_queued_tokens`.
+        """
         rows = len(self.running)
         prompt = max(1, self.state.limits.prefill_tokens(rows))
         seconds = self.state.step_time.seconds(1, rows + prompt)
-        return prompt / seconds if seconds else 0.0
+        tokens, cost = self._deadlines.prompt_work(self.queue.work)
+        share = tokens / cost if tokens >= 1.0 else 1.0  # the sums of no work may have rounding errors
+        return prompt / seconds * share if seconds else 0.0
 
     @property
     def page_seconds(self) -> float:
@@ -247,6 +253,9 @@ class Scheduler:
         if self.running:
             holds_prompt = tokens > len(step.chunks) + drafted
             self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
+            if holds_prompt:
+                pairs = sum(attention_pairs(c.start, c.length) for c in step.chunks if c.length > len(c.drafts) + 1)
+                self._running_tokens = tokens_with_attention(tokens, pairs, self.state.limits.token_context)
         self._is_in_flight = in_flight
         return events
 

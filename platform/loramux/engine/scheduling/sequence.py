@@ -20,7 +20,7 @@ import msgspec
 
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.messages import EngineFault, Request
-from loramux.engine.scheduling.estimates import Drafter, QueuedWork
+from loramux.engine.scheduling.estimates import Drafter, QueuedWork, attention_pairs, tokens_with_attention
 from loramux.engine.scheduling.fairness import ClassCounter, Flow
 
 OUTRUNS = 0.5
@@ -148,6 +148,11 @@ class Sequence(SequenceKv):
     def decodes(self) -> bool:
         """True if the rows before the next token are the last token and, before it, drafts that are computed again."""
         return self.num_uncomputed == 1 + self.num_repeated
+
+    @property
+    def uncomputed_pairs(self) -> float:
+        """Query-key pairs of the uncomputed tokens."""
+        return attention_pairs(self.num_computed, self.num_uncomputed)
 
     @property
     def num_next(self) -> int:
@@ -388,10 +393,8 @@ class StepBuilder:
         return max(1, int(math.sqrt(begin * begin + 2.0 * self.token_context * left) - begin))
 
     def _cost(self, context: int, length: int) -> int:
-        """Return the cost of `length` tokens after `context` tokens, in tokens without context, rounded up. Each token
-        reads the context and the tokens between.
-        """
-        return length + math.ceil(length * (context + length / 2.0) / self.token_context)
+        """Return the cost of `length` tokens after `context` tokens, in tokens without context, rounded up."""
+        return math.ceil(tokens_with_attention(length, attention_pairs(context, length), self.token_context))
 
     def add_decoding(self, sequence: Sequence, position: int, length: int) -> None:
         """Add the `length` rows of a decoding `sequence` from `position` on, usually one. The sequence already has the

@@ -1,10 +1,15 @@
 """Refusals of usage.
 
-UsageError ├── InvalidQuery                   a query that cannot be answered: 400 ├── RequestRefused                 a
-request or settlement that the database refuses (our own fault: 500) ├── IdempotencyMismatch            the key came
-with another request before: 422 ├── StillRunning                   the key's request has no answer yet: 409 ├──
-UnknownRequest                 a settlement of a request that was never opened (our own fault: 500) └── UsageClosed
-the writer is not running
+UsageError
+├── InvalidQuery          a query that cannot be answered: 400
+├── RequestRefused        a request or settlement that the database refuses (our own fault: 500)
+├── IdempotencyMismatch   the key came with another request before: 422
+├── StillRunning          the key's request has no answer yet: 409
+├── UnknownRequest        a settlement of a request that was never opened (our own fault: 500)
+└── UsageClosed           the writer is not running
+
+RecordsUnavailable        (of `data.records`)
+└── TooManyUnsettled      too many requests wait to be settled: 503
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from loramux.common.errors import LoramuxError
+from loramux.data.records.errors import RecordsUnavailable
 
 
 class UsageError(LoramuxError):
@@ -60,3 +66,7 @@ class UsageClosed(UsageError):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     retry_after = 5
     public_message = "This server is shutting down. Please retry in a few seconds."
+
+
+class TooManyUnsettled(RecordsUnavailable):
+    """Too many requests wait to be settled. Unlike after its base, the refused request has no row in the database."""

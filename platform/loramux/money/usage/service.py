@@ -29,7 +29,7 @@ from loramux.data.records.usage import DailyUsageRepository, UsageRepository, Us
 from loramux.money.limits.admission import check_request_rate
 from loramux.money.limits.budgets import NoPrices, Prices
 from loramux.money.limits.definitions import RateLimitStatus
-from loramux.money.usage.errors import InvalidQuery, UsageClosed
+from loramux.money.usage.errors import InvalidQuery, TooManyUnsettled, UnknownRequest, UsageClosed
 from loramux.money.usage.group_commit import GroupCommit
 from loramux.money.usage.idempotency import AnswerStorage, IdempotencyGuard, StoredAnswer
 from loramux.money.usage.query import UsagePage, UsageQuery
@@ -44,6 +44,11 @@ MAX_ROWS = 50_000
 Kind = Literal["storage", "residency"]
 METERED = {"storage": STORED, "residency": PINNED}
 STATUS = {"storage": "stored", "residency": "pinned"}
+MAX_UNSETTLED = 16_384
+"""Waiting settlements from which no request is opened any more. A settlement takes about a kilobyte, without a stored
+answer."""
+SETTLED_TOGETHER = 256
+"""Waiting settlements that are submitted at once, when the database answers again: a few transactions."""
 GRACE = 600 * SECOND
 """Microseconds between a day's end and its entries. After this time every row that began on that day is committed."""
 BATCH = 500
@@ -77,7 +82,13 @@ class UsageService:
         self._writer: GroupCommit[UsageOperation, SettlementOutcome] = GroupCommit(self._operations.commit)
         self._life = AsyncExitStack()
         self.unsettled: deque[Settlement] = deque()
-        """Settlements that the database did not accept. `CompletionService.settle_late` submits them again."""
+        """Settlements that the database did not accept. `settle_late` submits them again.
+
+        They are at most MAX_UNSETTLED and those of the requests that were open when this number was reached: from then
+        on no request is opened, and so no settlement is dropped.
+        """
+        self._num_abandoned = 0
+        """Requests whose callers left while they were opened, and that the writer has not settled yet."""
         self.drift_tokens = 0
         """Difference in tokens between this server's settlements and its engines' counts."""
 
@@ -106,8 +117,12 @@ class UsageService:
         Returns StoredAnswer if the idempotency key was answered before; then no row is opened. If the caller is
         cancelled while it waits, the request is settled without usage, so no open row remains; if the database does not
         accept this settlement, it is added to `unsettled`. Raises the errors of
-        `AdmissionBatch.admit`, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
+        `AdmissionBatch.admit`, IdempotencyMismatch, StillRunning, RequestRefused, TooManyUnsettled, UsageClosed.
         """
+        if (waiting := len(self.unsettled) + self._num_abandoned) >= MAX_UNSETTLED:
+            raise TooManyUnsettled(
+                f"{waiting} requests wait to be settled, and no other is opened until they are fewer"
+            )
         try:
             outcome = await self._writer.submit(request, patient=_is_patient(request))
         except asyncio.CancelledError:
@@ -129,16 +144,36 @@ class UsageService:
             self.drift_tokens += settlement.engine_count.drift(entry.billed + entry.waived)
         return entry
 
+    async def settle_late(self) -> None:
+        """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if the database still
+        does not accept one of them.
+        """
+        while self.unsettled:
+            due = [self.unsettled.popleft() for _ in range(min(len(self.unsettled), SETTLED_TOGETHER))]
+            outcomes = await asyncio.gather(*map(self.settle, due), return_exceptions=True)
+            refused = [
+                (settlement, outcome)
+                for settlement, outcome in zip(due, outcomes, strict=True)
+                # An unknown request's opening was not committed either.
+                if isinstance(outcome, BaseException) and not isinstance(outcome, UnknownRequest)
+            ]
+            kept = [settlement for settlement, outcome in refused if isinstance(outcome, RecordsUnavailable)]
+            self.unsettled.extendleft(reversed(kept))
+            for _, outcome in refused:
+                raise outcome
+
     def _abandon(self, request: OpenedRequest) -> None:
         with suppress(UsageClosed):  # then the sweep at the next start closes the request
             settlement = unused(request.id, "caller")
             end = self._writer.post(settlement, patient=_is_patient(request))
+            self._num_abandoned += 1
             end.add_done_callback(partial(self._note_abandoned, settlement))
 
     def _note_abandoned(self, settlement: Settlement, end: asyncio.Future[SettlementOutcome]) -> None:
         """Keep the settlement if the database did not accept it. No task awaits `end`, so its exception is read here:
         else asyncio would log it.
         """
+        self._num_abandoned -= 1
         if not end.cancelled() and isinstance(end.exception(), RecordsUnavailable):
             self.unsettled.append(settlement)
 

@@ -39,7 +39,7 @@ PEPPER = b"p" * 32
 def statements(database: Database) -> Iterator[list[str]]:
     """Yield the statements that run within the block."""
     seen: list[str] = []
-    engine = database._reader.sync_engine
+    engine = database._finder.sync_engine  # the reader's too
 
     def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         if statement.lstrip().upper().startswith("SELECT"):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from adapter_zoo import Zoo
+from image_prompts import RECIPES, ImageZoo
 from interpreted import INTERPRETED, quicken_interpreter
 
 from loramux.engine.engine import Engine
 from loramux.engine.execution import assembly
+from loramux_adapters.ranks import Ranks
 from loramux_kernels import device, packed_linear
 from loramux_kernels.staged_memory import StagedMemory
 
 quicken_interpreter()
+
+ALL_LINEAR = {"tower": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
+"""An adapter that changes the vision tower too."""
 
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
@@ -65,6 +71,38 @@ def zoo_of(tmp_path_factory: pytest.TempPathFactory):
         if family not in made:
             made[family] = Zoo(family, tmp_path_factory.mktemp(family), num_hidden_layers=2)
             made[family].make_adapters()
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
+    """Return the names and shapes of the collectives of each rank, in their order."""
+    seen: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name in ("all_reduce", "gather_columns", "broadcast"):
+        called = getattr(Ranks, name)
+
+        def watched(ranks: Ranks, x: torch.Tensor, name=name, called=called) -> torch.Tensor:
+            seen[ranks.rank].append((name, tuple(x.shape)))
+            return called(ranks, x)
+
+        monkeypatch.setattr(Ranks, name, watched)
+    return seen
+
+
+@pytest.fixture(scope="session")
+def images_of(tmp_path_factory: pytest.TempPathFactory):
+    """images_of("qwen3_vl"): made once, of few layers, because the interpreter is slow."""
+    made: dict[str, ImageZoo] = {}
+
+    def get(family: str) -> ImageZoo:
+        if family not in made:
+            layers = {} if family.startswith(("gemma", "qwen3_5")) else {"num_hidden_layers": 2}
+            zoo = Zoo(family, tmp_path_factory.mktemp(family), max_position_embeddings=512, **layers)
+            for seed, (name, recipe) in enumerate((RECIPES | ALL_LINEAR).items()):
+                zoo.make_adapter(name, recipe, seed)
+            made[family] = ImageZoo(zoo)
         return made[family]
 
     return get

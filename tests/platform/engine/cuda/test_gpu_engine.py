@@ -227,7 +227,7 @@ def test_gpu_engine_prompts_alone_replay_no_launch_for_short_segments(zoo_of) ->
 
 def test_gpu_engine_records_the_largest_buckets_alone_if_asked(zoo_of) -> None:
     runner = small_engine(zoo_of("llama"))._runner
-    args = (runner._forward, runner._sampler, None, StepLimits(3, 48, 48), 64, 16)
+    args = (runner._forward, (), None, StepLimits(3, 48, 48), 64, 16)
     one, two = (GpuRunner.build(*args, most_buckets=count) for count in (1, 2))
     assert {rows for rows, _ in one._decode_graphs._graphs} == {3}
     assert {rows for rows, _ in two._decode_graphs._graphs} == {3, 2}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapter_zoo import Zoo
 from eager_drafts import draft_always
-from image_prompts import RECIPES, ImageZoo, Pictured, mixed_prompts, picture, serve
+from image_prompts import ImageZoo, Pictured, mixed_prompts, picture, serve
 from msgspec.structs import replace
 from preempting import preempting
 from recorded_steps import recorded
@@ -41,23 +40,6 @@ FAMILIES = (
 )
 OWN_RECORDINGS = ("qwen3_vl", "qwen3_vl_moe", "gemma3_images", "gemma4_images")
 """Families whose layers treat rows of images differently."""
-
-
-@pytest.fixture(scope="module")
-def images_of(tmp_path_factory: pytest.TempPathFactory):
-    """images_of("qwen3_vl"): made once, of few layers, because the interpreter is slow."""
-    made: dict[str, ImageZoo] = {}
-
-    def get(family: str) -> ImageZoo:
-        if family not in made:
-            layers = {} if family.startswith(("gemma", "qwen3_5")) else {"num_hidden_layers": 2}
-            zoo = Zoo(family, tmp_path_factory.mktemp(family), max_position_embeddings=512, **layers)
-            for seed, (name, recipe) in enumerate(RECIPES.items()):
-                zoo.make_adapter(name, recipe, seed)
-            made[family] = ImageZoo(zoo)
-        return made[family]
-
-    return get
 
 
 def small_engine(zoo: ImageZoo, **settings: object):
@@ -161,7 +143,6 @@ def test_gpu_engine_prompt_that_ends_with_an_image_is_computed_from_its_rows(ima
 def test_gpu_engine_adapter_of_the_tower_is_read_although_the_host_keeps_pages_alone(images_of, monkeypatch) -> None:
     monkeypatch.setattr(AdapterBank, "prepare", lambda bank, w: prepare_pages(w, bank.plan_layout(w.plan), bank.pool))
     zoo = images_of(DEEP)
-    zoo.zoo.make_adapter("tower", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, 7)
     asked = [Pictured(f"r{i}", "tower", ((5, 6), picture(i, 24, 16), (7, 8)), 5) for i in range(2)]
     engine = small_engine(zoo)
     try:

@@ -64,21 +64,6 @@ def told(engine: Engine, requests: list[Request]) -> dict[str, list[tuple[int, f
     return found
 
 
-@pytest.fixture
-def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
-    """Return the names and shapes of the collectives of each rank, in their order."""
-    seen: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
-    for name in ("all_reduce", "gather_columns", "broadcast"):
-        called = getattr(Ranks, name)
-
-        def watched(ranks: Ranks, x: torch.Tensor, name=name, called=called) -> torch.Tensor:
-            seen[ranks.rank].append((name, tuple(x.shape)))
-            return called(ranks, x)
-
-        monkeypatch.setattr(Ranks, name, watched)
-    return seen
-
-
 @in_interpreter
 def test_gpu_ranks_mixed_batches_answer_as_peft_does_by_the_same_collectives(zoo_of, collectives) -> None:
     zoo = zoo_of("llama")
@@ -94,7 +79,8 @@ def test_gpu_ranks_mixed_batches_answer_as_peft_does_by_the_same_collectives(zoo
     assert at_start[0] == at_start[1], "both ranks record the same steps"
     of_steps = [name for name, _ in collectives[0][at_start[0] :]]
     assert {"all_reduce", "gather_columns", "broadcast"} == set(of_steps)
-    assert of_steps.count("broadcast") < of_steps.count("gather_columns"), "a step of prompts alone follows no token"
+    # One for each recorded decode step, and for each other step that follows a token that the host does not know.
+    assert of_steps.count("broadcast") <= of_steps.count("gather_columns")
 
 
 @in_interpreter

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
-from adapter_zoo import Zoo
+from adapter_zoo import Zoo, load
+from llguidance import LLMatcher
 from recorded_steps import recorded
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_base import make_base
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.cuda_graphs import Recording
+from loramux.engine.messages import Constraint, Request, SamplingParams
 from loramux_kernels.cuda.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DIGITS = Constraint(grammar=LLMatcher.grammar_from_regex("[0-9]{5}"), field="f")
 
 LAUNCHES_OF_A_LAYER = {
     # add + norm, qkv, rotation + KV, attention, o, add + norm, gate and up, product, down;
@@ -33,9 +41,10 @@ COUNTED = (0, 1, 2, 4)
 VIEWS = (
     "view _unsafe_view slice select split unsqueeze squeeze as_strided expand transpose t permute detach alias narrow"
 )
+HOST = "unbind lift_fresh"
 MEMORY = "empty new_empty empty_like empty_strided"
-NO_LAUNCH = frozenset(f"{VIEWS} {MEMORY}".split())
-"""Operators that make views or memory."""
+NO_LAUNCH = frozenset(f"{VIEWS} {HOST} {MEMORY}".split())
+"""Operators that make views or memory, or that read an array on the host."""
 
 VIEW_WHERE_IT_CAN = frozenset(("reshape", "to"))
 """Operators that launch a kernel only if their result is not their argument's memory."""
@@ -59,6 +68,16 @@ class LaunchCount(TorchDispatchMode):
                 self._inside = False
 
         monkeypatch.setattr(Launch, "run", counted)
+
+    @contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """Count what is launched now as one launch, of this name."""
+        self.names.append(name)
+        names, self.names = self.names, []
+        try:
+            yield
+        finally:
+            self.names = names
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
@@ -97,3 +116,87 @@ def test_recorded_layer_launches_no_more_kernels_than_it_did(tmp_path, family: s
         counts.append([len(found[number]) for number in COUNTED])
     per_layer = tuple((many - few) / 2 for few, many in zip(*counts, strict=True))
     assert per_layer == LAUNCHES_OF_A_LAYER[family], found
+
+
+COPY = "copy_"
+SENT, TOLD = (COPY,), (COPY,)
+LAUNCHES_OF_A_DECODE_STEP = {
+    "greedy": (SENT, TOLD),
+    "temperature": (SENT, TOLD),
+    "top_p": (SENT, TOLD),
+    "penalties": (SENT, TOLD),
+    "bias": (SENT, TOLD),
+    "min_tokens": (SENT, TOLD),
+    # the model's logits are copied, masked, and chosen from
+    "allowed": (SENT, ("clone", "_forbid", "_scan", "_finish", *TOLD)),
+    # the tokens', and those of four more results
+    "logprobs": (SENT, ("index", "log_softmax", "topk", "index", "clamp", "gather", "gather", *TOLD * 5)),
+    "constraint": (SENT, ("_forbid", "_scan", "_finish", *TOLD)),
+}
+"""Launches and copies before the replay of a decode step, and after it. Copies of small arrays to the device, which are
+none of torch's operators here, are counted by `copies_of_decode_steps`."""
+
+SAMPLING = {
+    "temperature": {"temperature": 1.0, "seed": 3},
+    "top_p": {"temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 4},
+    "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {5: 1.0}},
+    "min_tokens": {"min_tokens": 9},
+    "allowed": {"allowed_token_ids": (4, 5, 6)},
+    "logprobs": {"logprobs": 2},
+}
+
+
+def counting_launches_outside(engine: Engine, count: LaunchCount) -> list[list[str]]:
+    """Return the names of each later decode step's launches, of which `REPLAY` is a recording."""
+    runner, steps = engine._runner, []
+
+    def record(function, inputs):
+        def replay() -> None:
+            with count.paused("REPLAY"):
+                function()
+
+        return Recording(replay, inputs)
+
+    runner._decode_graphs, runner._decoder_graphs = recorded(runner, record)
+    launch, sample = runner.launch, runner.sample
+
+    def launched(step):
+        count.names = []
+        with count:
+            flight = launch(step)
+        if all(chunk.length == 1 for chunk in step.chunks):
+            steps.append(count.names)
+        return flight
+
+    def sampled(flight):
+        with nullcontext() if count in _get_current_dispatch_mode_stack() else count:
+            return sample(flight)
+
+    runner.launch, runner.sample = launched, sampled
+    return steps
+
+
+@pytest.mark.parametrize("kind", LAUNCHES_OF_A_DECODE_STEP)
+def test_decode_step_is_one_copy_one_replay_and_one_copy_back(
+    tmp_path, copies_of_decode_steps, monkeypatch, kind: str
+) -> None:
+    """This holds for each kind of sampling that a recording has; masks and log probabilities come after the replay."""
+    count = LaunchCount(monkeypatch)
+    loaded, settings = load(make_base(tmp_path), device=DEVICE, max_num_seqs=3, max_model_len=64, block_size=16)
+    engine = build_engine(loaded, settings, wake=lambda: None)
+    copies, steps = copies_of_decode_steps(engine), counting_launches_outside(engine, count)
+    sampling = SamplingParams(**{"max_tokens": 5, "temperature": 0.0, "ignore_eos": True} | SAMPLING.get(kind, {}))
+    constraint = DIGITS if kind == "constraint" else None
+    for number in range(2):
+        prompt = [5, 6 + number]
+        engine.submit(
+            Request(id=str(number), tenant="t", prompt_token_ids=prompt, sampling=sampling, constraint=constraint)
+        )
+    while not engine.is_idle:
+        engine.step()
+    before, after = LAUNCHES_OF_A_DECODE_STEP[kind]
+    assert len(steps) >= 2
+    assert steps[-1] == [*before, "REPLAY", *after]
+    masks = {"allowed": 2, "logprobs": 2}.get(kind, 0)  # a constraint's are sent later
+    assert copies[-1] == ["send"] + ["stage"] * masks

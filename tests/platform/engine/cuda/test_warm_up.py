@@ -69,6 +69,7 @@ def sampling_kernels(logits: torch.Tensor) -> set[tuple[object, ...]]:
     """Return what is compiled to choose tokens from `logits` with everything that a request may ask for."""
     rows = len(logits)
     ints, floats = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    counts = torch.zeros(rows, logits.shape[1] + 4096, dtype=torch.int32)
     batch = SamplingBatch(
         temperature=floats,
         top_k=ints,
@@ -76,8 +77,10 @@ def sampling_kernels(logits: torch.Tensor) -> set[tuple[object, ...]]:
         min_p=floats.clone(),
         seed=ints.long(),
         step=ints.clone(),
-        penalties=Penalties(ints.clone(), ints.clone(), ints.bool(), floats.clone(), floats.clone(), floats.clone()),
-        bias=LogitBias(ints.clone(), ints.clone(), floats.clone()),
+        num_rows=ints[:1].clone(),
+        is_steered=ints.clone(),
+        penalties=Penalties(counts, ints.clone(), floats.clone(), floats.clone(), floats.clone()),
+        bias=LogitBias(ints.clone(), ints.clone(), floats.clone(), ints[:1].clone()),
     )
     words = torch.zeros(rows, -(-logits.shape[1] // 32), dtype=torch.int32)
     plain = dataclasses.replace(batch, penalties=None, bias=None)
