@@ -57,11 +57,34 @@ def linear_attention(rows: StateRows, weights: StateWeights, state: StateLayer, 
     out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
     native = native_for(rows.value) if state.shape.taps <= MAX_TAPS else None
     if native is not None and batch.decoding is not None:
-        _step_natively(native, rows, weights, state, batch, out)
-    num_decoding = len(batch.decoding[0]) if batch.decoding else 0
-    if native is None or num_decoding < len(batch.spans) or batch.draft_lens is not None:
-        _compute(rows, weights, state, batch, out, decodes=native is None)
+        assert batch.state_tables is not None, "sequences that decode have them"
+        step = (rows, weights, out, batch.decoding_prompts)
+        _step_natively(native, *step, state, *batch.decoding)
+    if native is None or len(batch.decoding[0] if batch.decoding else ()) < len(batch.spans):
+        _compute(rows, weights, state, batch, out, drafts=native is None, decodes=native is None)
+    if native is not None and batch.draft_lens is not None:
+        _draft_natively(native, rows, weights, state, batch, out)
     return out
+
+
+def _draft_natively(
+    native: ctypes.CDLL,
+    rows: StateRows,
+    weights: StateWeights,
+    state: StateLayer,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+) -> None:
+    """Compute the drafts of all sequences, the first of each together, then the second, on a copy of their states."""
+    for number, (single, sequences) in enumerate(batch.drafts):
+        if not number:
+            copied, places = (
+                state.copy_of(batch.state_tables[sequences]),
+                {s: i for i, s in enumerate(sequences.tolist())},
+            )
+        tables = torch.tensor([[places[sequence]] for sequence in sequences.tolist()], dtype=torch.int32)
+        answers = torch.zeros(len(single), dtype=torch.int64)  # no draft is a row of a prompt
+        _step_natively(native, rows, weights, out, answers, copied, single, tables)
 
 
 def linear_attention_reference(
@@ -81,14 +104,18 @@ def _compute(
     out: torch.Tensor,
     *,
     decodes: bool,
+    drafts: bool = True,
 ) -> None:
-    """Fill the rows of `out` and store the states; without `decodes`, only those of sequences that do not decode."""
+    """Fill the rows of `out` and store the states; without `decodes`, only those of sequences that do not decode, and
+    without `drafts` not the rows of drafts."""
     shape = state.shape
     inputs = torch.cat([part.flatten(1) for part in (rows.query, rows.key, rows.value)], dim=-1)
     decay, beta = _rates(rows, weights, batch)
     is_delta, key_heads = rows.b is not None, rows.query.shape[1]
     of_step, of_prompt = (gated_delta_step, gated_delta_prompt) if is_delta else (mamba2_step, mamba2_prompt)
-    for own_rows, own_tables, matrices, window, is_stored in _windows(inputs, state, batch, decodes=decodes):
+    for own_rows, own_tables, matrices, window, is_stored in _windows(
+        inputs, state, batch, decodes=decodes, drafts=drafts
+    ):
         mixed = functional.silu(_convolve(window, weights.kernel, weights.bias))
         if isinstance(own_rows, slice):
             values = _split(mixed[0].T, shape, key_heads, normalises=is_delta)
@@ -108,13 +135,17 @@ def _step_natively(
     native: ctypes.CDLL,
     rows: StateRows,
     weights: StateWeights,
-    state: StateLayer,
-    batch: AttentionBatch,
     out: torch.Tensor,
+    prompts: torch.Tensor,
+    state: StateLayer,
+    single: torch.Tensor,
+    own: torch.Tensor,
 ) -> None:
-    """Compute the sequences that decode one row, in place in their pages."""
-    assert batch.decoding is not None, "some sequence decodes"
-    (single, own), shape = batch.decoding, state.shape
+    """Compute one row of each of n sequences, in place in their pages: the rows `single` with the tables `own`.
+
+    `prompts` int64[n] is 1 for a row of a prompt.
+    """
+    shape = state.shape
     kernel, bias, shift = weights.in_float32
     parts = (rows.query, rows.key, rows.value, rows.a, *(() if rows.b is None else (rows.b,)))
     assert all(part.stride(-1) == 1 for part in parts), "each head's vector is contiguous"
@@ -126,10 +157,7 @@ def _step_natively(
 
     call = StateStepAbi(
         *(address(part) for part in (rows.query, rows.key, rows.value, rows.a, rows.b, shift, kernel, bias)),
-        *(
-            address(part)
-            for part in (weights.decay, weights.skip, state.units, own, single, batch.decoding_prompts, out)
-        ),
+        *(address(part) for part in (weights.decay, weights.skip, state.units, own, single, prompts, out)),
         *(stride for part in (rows.query, rows.key, rows.value, rows.a) for stride in part.stride()[:2]),
         *((0, 0) if rows.b is None else rows.b.stride()[:2]),
         *(own.stride(0), state.units.stride(0), state.units.shape[1], state.units.shape[2], state.first),
@@ -173,11 +201,12 @@ Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor, b
 
 
 def _windows(
-    inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True
+    inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True, drafts: bool = True
 ) -> Iterator[Window]:
     """Yield rows, state tables, matrices, the convolution's inputs `[n, channels, taps + t]`, and whether the states
     after these rows are to be stored: for all sequences that decode one row together (rows are a tensor), if `decodes`,
-    then for each other sequence (a slice), and for the drafts of each sequence. `inputs` is `[T, channels]`.
+    then for each other sequence (a slice), and, if `drafts`, for the drafts of each sequence. `inputs` is
+    `[T, channels]`.
 
     The drafts of a sequence begin with the states that the caller has stored after its other rows.
     """
@@ -192,7 +221,7 @@ def _windows(
         if not stop - start == 1 < context:
             matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
             yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1), True
-        if stop < end:
+        if drafts and stop < end:
             matrices, earlier = state.read(own)
             yield slice(stop, end), own, matrices, torch.cat((earlier, inputs[None, stop:end].mT), dim=-1), False
 

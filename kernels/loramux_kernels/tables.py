@@ -415,6 +415,19 @@ class AttentionBatch:
         return rows, self.state_tables[sequences]
 
     @cached_property
+    def drafts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The first draft of each sequence that has one, then the second, and so on: rows int64[n] and sequences
+        int64[n], ascending."""
+        spans = list(zip(self.stored_spans, self.spans, strict=True))
+        most = max(end - first for (_, first, _), (_, end, _) in spans)
+        found = []
+        for number in range(most):
+            own = [(first + number, i) for i, ((_, first, _), (_, end, _)) in enumerate(spans) if first + number < end]
+            rows, sequences = torch.tensor(own).T.contiguous()
+            found.append((rows, sequences))
+        return found
+
+    @cached_property
     def decoding_prompts(self) -> torch.Tensor:
         """int64[n], on the host: 1 for each sequence of `decoding` whose row is one of its prompt."""
         rows = zip(self.stored_spans, self.prompt_ends, strict=True)
@@ -490,6 +503,11 @@ class StateLayer:
         """Return int64[units] twice: each unit's page among a sequence's state pages, and its place there."""
         numbers = torch.arange(self.first, self.first + self.shape.units, device=self.units.device)
         return numbers // self.units.shape[1], numbers % self.units.shape[1]
+
+    def copy_of(self, tables: torch.Tensor) -> StateLayer:
+        """Return a copy of the states of n sequences, in which sequence i has the page i alone."""
+        pages, places = self._places
+        return StateLayer(self.shape, self.units[tables[:, pages], places], 0)
 
     def read(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the matrices `[n, heads, Dk, Dv]` and the inputs `[n, channels, taps]` of n sequences."""

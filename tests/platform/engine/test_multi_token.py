@@ -286,7 +286,7 @@ def test_head_drafts_under_the_measured_rule_and_only_when_it_pays(trained: Zoo)
     drafted = []
     for row_seconds in (0.0, 1.0):
         engine = trained.engine(speculation="mtp", max_draft_tokens=4)
-        times = SimpleNamespace(is_known=True, observe=lambda *_: None)
+        times = SimpleNamespace(is_known=True, observe=lambda *_: None, reaches=lambda rows: True)
         times.seconds = lambda rows, each=row_seconds: 1.0 + each * rows
         engine.scheduler.speculation.times = cast(Any, times)
         assert serve(trained, engine, TRAINED[:2]) == {one.name: trained.answer(one) for one in TRAINED[:2]}

@@ -125,6 +125,10 @@ class DecodeTimes:
         """True if a step was measured, and the time of a token is known."""
         return bool(self._means) and self._step_time.is_known
 
+    def reaches(self, rows: int) -> bool:
+        """Return whether a step of at most `rows` rows was measured; the times of fewer rows are not known."""
+        return min(mean_rows for mean_rows, _ in self._means.values()) < rows + 0.5
+
     def observe(self, rows: int, seconds: float) -> None:
         """Count a step of `rows` decoding and drafted rows."""
         key = round(4 * math.log2(rows))

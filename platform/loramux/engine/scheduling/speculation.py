@@ -103,6 +103,8 @@ class Speculation:
 
     def count_paying(self, rate: float, rows: int, expected: float, most: int) -> int:
         """Return how many more rows, up to `most`, a draft is worth in a step of `rows` and `expected` tokens."""
+        if not self.times.reaches(rows):  # this step without drafts is measured first
+            return 0
         gain, seconds = 1.0, self.times.seconds(rows)
         has_states = self._state.budget.state_pages > 0
         for count in range(most):
