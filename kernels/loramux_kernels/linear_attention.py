@@ -76,15 +76,13 @@ def _draft_natively(
     out: torch.Tensor,
 ) -> None:
     """Compute the drafts of all sequences, the first of each together, then the second, on a copy of their states."""
-    for number, (single, sequences) in enumerate(batch.drafts):
-        if not number:
-            copied, places = (
-                state.copy_of(batch.state_tables[sequences]),
-                {s: i for i, s in enumerate(sequences.tolist())},
-            )
-        tables = torch.tensor([[places[sequence]] for sequence in sequences.tolist()], dtype=torch.int32)
-        answers = torch.zeros(len(single), dtype=torch.int64)  # no draft is a row of a prompt
-        _step_natively(native, rows, weights, out, answers, copied, single, tables)
+    assert batch.state_tables is not None, "sequences with drafts have them"
+    (_, drafted), *_ = batch.drafts
+    copied = state.copy_of(batch.state_tables[drafted])
+    for single, sequences in batch.drafts:
+        tables = torch.searchsorted(drafted, sequences)[:, None].int()
+        prompts = torch.zeros(len(single), dtype=torch.int64)
+        _step_natively(native, rows, weights, out, prompts, copied, single, tables)
 
 
 def linear_attention_reference(

@@ -62,7 +62,9 @@ def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
     """An engine whose head drafts in every step, as many tokens as a seed says."""
     engine = zoo.engine(speculation="mtp", max_draft_tokens=4, **settings)
     rng, speculation = random.Random(seed), engine.scheduler.speculation
-    speculation.times = cast(Any, SimpleNamespace(is_known=True, observe=lambda rows, seconds: None))
+    speculation.times = cast(
+        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
+    )
     speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
     return engine
 
@@ -286,7 +288,7 @@ def test_head_drafts_under_the_measured_rule_and_only_when_it_pays(trained: Zoo)
     drafted = []
     for row_seconds in (0.0, 1.0):
         engine = trained.engine(speculation="mtp", max_draft_tokens=4)
-        times = SimpleNamespace(is_known=True, observe=lambda *_: None, reaches=lambda rows: True)
+        times = SimpleNamespace(is_known=True, observe=lambda *_: None, is_measured=lambda rows: True)
         times.seconds = lambda rows, each=row_seconds: 1.0 + each * rows
         engine.scheduler.speculation.times = cast(Any, times)
         assert serve(trained, engine, TRAINED[:2]) == {one.name: trained.answer(one) for one in TRAINED[:2]}

@@ -7,7 +7,8 @@ overwrites the KV of rejected tokens.
 **When a draft pays.** A step of n rows takes T(n) seconds (measured) and yields e tokens (expected). The i-th token of
 a draft is accepted with probability a**i; a is the recently accepted share. The token saves time if its row raises the
 tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory, a row is almost free and
-drafts are long. If the batch keeps the device busy, a row takes as long as a token, and there are no drafts.
+drafts are long. If the batch keeps the device busy, a row takes as long as a token, and there are no drafts. T(n) of a
+step without drafts must be known for this: if it was not measured lately, the step gets no drafts.
 
 **What a draft may take.** A draft comes after all running and admitted sequences. A draft takes tokens of the step's
 budget that no prompt needs, and pages that are free or hold only cached prefixes. Pages after the accepted tokens are
@@ -79,6 +80,8 @@ class Speculation:
             return
         chunks = [c for c in builder.chunks.values() if c.num_sampled and c.length <= 1 + c.sequence.num_repeated]
         rows, expected = sum(chunk.length for chunk in chunks), float(len(chunks))
+        if not self.times.is_measured(rows):  # this step without drafts is measured
+            return
         left, chosen = builder.tokens_left, dict[Sequence, tuple[int, ...]]()
         for sequence in (chunk.sequence for chunk in chunks):
             most = min(self._most, left, sequence.max_len - len(sequence.token_ids) - 1)
@@ -103,8 +106,6 @@ class Speculation:
 
     def count_paying(self, rate: float, rows: int, expected: float, most: int) -> int:
         """Return how many more rows, up to `most`, a draft is worth in a step of `rows` and `expected` tokens."""
-        if not self.times.reaches(rows):  # this step without drafts is measured first
-            return 0
         gain, seconds = 1.0, self.times.seconds(rows)
         has_states = self._state.budget.state_pages > 0
         for count in range(most):
@@ -143,11 +144,11 @@ class Speculation:
 
     def _with_pages(self, sequence: Sequence, drafts: list[int]) -> tuple[int, ...]:
         """Take the pages for `drafts`; return the drafts that have pages."""
-        size, held = self._state.budget.block_size, len(sequence.token_ids)
-        missing = self._state.budget.pages_for(held + len(drafts)) - len(sequence.pages)
+        budget, held = self._state.budget, len(sequence.token_ids)
+        missing = budget.pages_for(held + len(drafts)) - len(sequence.pages)
         if missing > 0 and self._state.memory.num_spare >= missing:
             self._state.extend(sequence, held + len(drafts))
-        return tuple(drafts[: len(sequence.pages) * size - held])
+        return tuple(drafts[: budget.tokens_in(len(sequence.pages)) - held])
 
     def _drafter(self, sequence: Sequence) -> Drafter:
         if sequence.drafter is None:
