@@ -12,16 +12,18 @@ from typing import Any, cast
 import pytest
 import torch
 from adapter_zoo import Asked, Zoo, load, make_engine, serve, to_request
+from llguidance import LLMatcher
 from multi_token_reference import ReferenceHead, base_of, states_of, train
 from preempting import preempting
 from safetensors.torch import load_file, save_file
+from tiny_base import byte_tokenizer
 
 from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.execution.memory_plan import plan_memory
 from loramux.engine.execution.multi_token import refuse_head
-from loramux.engine.messages import TokenEvent
+from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence
 from loramux_adapters.base import describe_base
 from loramux_adapters.sharding import Sharding
@@ -216,6 +218,48 @@ def test_answers_and_their_ends_with_a_head_are_those_without(
         assert told[-1].count.tokens.output == expected[-1].count.tokens.output
     assert engine.stats().accepted_tokens > 0
     assert engine.stats().pages_kv == 0
+
+
+PATTERNS = ["[0-9]{12}", "(ab|cd){8}", None, '[{]"a": [0-9]{1,9}, "b": (true|false)[}]']
+
+
+def test_constrained_answers_with_a_head_are_those_without(tmp_path: Path) -> None:
+    """The masks of drafted rows are those of their places, and a draft that a grammar forbids is refused."""
+    zoo = Zoo("qwen3_5", tmp_path, vocab_size=260, eos_token_id=256)
+    byte_tokenizer().save_pretrained(zoo.base)
+    asked = []
+    for i, pattern in enumerate(PATTERNS):
+        grammar = None if pattern is None else LLMatcher.grammar_from_regex(pattern)
+        made = Request(
+            id=f"r{i}",
+            tenant="t",
+            prompt_token_ids=list(b"answer %d: " % i),
+            sampling=SamplingParams(max_tokens=30, temperature=0.8, seed=i),
+            constraint=None if grammar is None else Constraint(grammar=grammar, field="f"),
+        )
+        asked.append(made)
+
+    def run(engine: Engine) -> dict[str, list[int | None]]:
+        told: dict[str, list[int | None]] = {one.id: [] for one in asked}
+        for one in asked:
+            engine.submit(one)
+        while not engine.is_idle:
+            report = engine.step()
+            for event in report.events if report else []:
+                told[event.request_id].append(event.token_id)
+        return told
+
+    alone = run(zoo.engine())
+    model = base_of(zoo.base)
+    head = ReferenceHead.random(model)
+    texts = [[*one.prompt_token_ids, *(token or 0 for token in alone[one.id])] for one in asked]
+    train(head, model, texts, steps=120)
+    head.save(zoo.base)
+    engine = preempting(mtp_engine(zoo), every=6)
+    assert run(engine) == alone
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.preemptions > 0
 
 
 def without_head(base: Path) -> None:
