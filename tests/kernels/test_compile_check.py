@@ -102,6 +102,21 @@ def test_unset_registers_know_that_a_load_of_128_bits_writes_four() -> None:
     assert list(unset_registers(load.format(width=".64") + read)) == ["UR15"]
 
 
+def test_a_launch_leaves_its_threads_the_registers_that_its_programs_do_not_need() -> None:
+    from types import SimpleNamespace
+
+    from loramux_kernels.cuda.launch import Launch
+
+    def registers(programs: int | None, warps: int, arch: int = 80) -> int | None:
+        kernel = SimpleNamespace(arg_names=())
+        launch = Launch(kernel, (1,), {}, num_warps=warps, num_stages=1, programs=programs)
+        return launch.for_arch(arch)[1].get("maxnreg")
+
+    assert [registers(2, warps) for warps in (4, 8, 16)] == [255, 128, 64]
+    assert registers(None, 4) is None, "the assembler chooses"
+    assert registers(2, 4, arch=0) is None, "the interpreter has no registers"
+
+
 def test_compile_check_refuses_an_unknown_variant_and_the_interpreter() -> None:
     unknown = compile_check("--only", "no such kernel")
     assert (unknown.returncode, unknown.stdout) == (2, "")

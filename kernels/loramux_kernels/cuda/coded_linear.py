@@ -53,6 +53,7 @@ def _code_arguments(weight: QuantizedWeight) -> dict[str, Any]:
         "IS_NIBBLES": is_nibbles(weight.coding),
         "HAS_EXPONENTS": weight.coding in EXPONENT_SCALES,
         "HAS_OFFSETS": weight.offsets is not None,
+        "IN_ONE_GROUP": weight.group >= weight.in_features or weight.group % BLOCK_INPUTS == 0,
     }
 
 
@@ -79,17 +80,23 @@ def prepare_coded_linear(
         "BLOCK_INPUTS": BLOCK_INPUTS,
     }
     grid = (triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns))
-    return Launch(_coded_linear, grid, arguments, num_warps=4 if is_small else 8, num_stages=2)
+    return Launch(
+        _coded_linear, grid, arguments, num_warps=4 if is_small else 8, num_stages=2, programs=None if is_small else 1
+    )
 
 
 @triton.jit
 def _decoded(
     code_rows: tl.tensor, of_groups: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor,
-    k: tl.tensor, inside: tl.tensor, group: tl.tensor,
+    start: tl.tensor, is_input: tl.tensor, is_column: tl.tensor, group: tl.tensor,
     CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, IN_ONE_GROUP: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the weights float32`[inputs, columns]` of inputs `k`: codes from `code_rows`, scales from `of_groups`."""
+    """Return the weights float32`[inputs, columns]` of the inputs from `start` on: codes from `code_rows`, scales from
+    `of_groups`. IN_ONE_GROUP if each column of such a block has a single scale, which is then loaded once.
+    """
+    k = start + tl.arange(0, BLOCK_INPUTS)
+    inside = is_input[:, None] & is_column[None, :]
     if IS_NIBBLES:
         both = tl.load(code_rows + (k // 2)[:, None], mask=inside, other=0).to(tl.int32)
         code = (both >> ((k % 2) * 4)[:, None]) & 15
@@ -104,15 +111,20 @@ def _decoded(
         value = ((code ^ 128) - 128).to(tl.float32)
     else:
         value = from_e4m3(code)
-    at = of_groups + (k // group)[:, None]
+    if IN_ONE_GROUP:
+        at = of_groups + start // group
+        has_scale = is_column[None, :]
+    else:
+        at = of_groups + (k // group)[:, None]
+        has_scale = inside
     if HAS_OFFSETS:
-        value = value - tl.load(offsets + at, mask=inside, other=0.0)
+        value = value - tl.load(offsets + at, mask=has_scale, other=0.0)
     if HAS_EXPONENTS:
         # Zero alone stands for 2^-127, a float without an exponent.
-        exponent = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
+        exponent = tl.load(scales + at, mask=has_scale, other=0).to(tl.int32)
         scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(scales + at, mask=inside, other=0.0)
+        scale = tl.load(scales + at, mask=has_scale, other=0.0)
     return value * scale
 
 
@@ -122,8 +134,8 @@ def _coded_linear(
     y: tl.tensor, rows: tl.tensor, x_row: tl.tensor, width: tl.tensor, columns: tl.tensor, codes_row: tl.tensor,
     groups: tl.tensor, group: tl.tensor,
     CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, IN_ONE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -135,10 +147,9 @@ def _coded_linear(
     for start in range(0, width, BLOCK_INPUTS):
         k = start + tl.arange(0, BLOCK_INPUTS)
         is_input = k < width
-        inside = is_input[:, None] & is_column[None, :]
         weight = _decoded(
-            code_rows, of_groups, scales, offsets, values, k, inside, group,
-            CODING, IS_TABLE, IS_NIBBLES, HAS_EXPONENTS, HAS_OFFSETS,
+            code_rows, of_groups, scales, offsets, values, start, is_input, is_column, group,
+            CODING, IS_TABLE, IS_NIBBLES, HAS_EXPONENTS, HAS_OFFSETS, IN_ONE_GROUP, BLOCK_INPUTS,
         )  # fmt: skip
         tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
         # Triton's default would round float32 inputs to TF32.
@@ -191,7 +202,14 @@ def prepare_grouped_coded_linear(
     }
     # Every expert's last tile may be partly filled.
     grid = (triton.cdiv(columns, block_columns), min(rows, rows // block_rows + experts))
-    return Launch(_grouped_coded_linear, grid, arguments, num_warps=4 if is_small else 8, num_stages=2)
+    return Launch(
+        _grouped_coded_linear,
+        grid,
+        arguments,
+        num_warps=4 if is_small else 8,
+        num_stages=2,
+        programs=None if is_small else 1,
+    )
 
 
 @triton.jit
@@ -200,8 +218,8 @@ def _grouped_coded_linear(
     y: tl.tensor, starts: tl.tensor, x_row: tl.tensor, width: tl.tensor, columns: tl.tensor, codes_row: tl.tensor,
     groups: tl.tensor, group: tl.tensor,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, CODING: tl.constexpr, IS_TABLE: tl.constexpr,
-    IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    IS_NIBBLES: tl.constexpr, HAS_EXPONENTS: tl.constexpr, HAS_OFFSETS: tl.constexpr, IN_ONE_GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     expert, row, is_row = expert_tile(starts, tl.program_id(1), EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS)
     if expert < EXPERTS:
@@ -214,10 +232,9 @@ def _grouped_coded_linear(
         for start in range(0, width, BLOCK_INPUTS):
             k = start + tl.arange(0, BLOCK_INPUTS)
             is_input = k < width
-            inside = is_input[:, None] & is_column[None, :]
             weight = _decoded(
-                code_rows, of_groups, scales, offsets, values, k, inside, group,
-                CODING, IS_TABLE, IS_NIBBLES, HAS_EXPONENTS, HAS_OFFSETS,
+                code_rows, of_groups, scales, offsets, values, start, is_input, is_column, group,
+                CODING, IS_TABLE, IS_NIBBLES, HAS_EXPONENTS, HAS_OFFSETS, IN_ONE_GROUP, BLOCK_INPUTS,
             )  # fmt: skip
             tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
             total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")

@@ -13,6 +13,12 @@ import torch
 PROGRAMS_WITHOUT_GPU = 3
 """Programs of a persistent launch in the interpreter: few, because each must walk through several items."""
 
+REGISTERS = 64 << 10
+"""Registers of a multiprocessor, of every architecture since sm_70."""
+
+THREAD_REGISTERS = 255
+"""Maximum number of registers of a thread."""
+
 LEAST_DEPENDENT_ARCH = 90
 """First architecture with programmatic dependent launch."""
 
@@ -30,6 +36,11 @@ class Launch:
     num_stages: int
     may_depend: bool = True
     """False if the kernel must not begin early: a kernel of the same step writes what it reads before it waits."""
+    programs: int | None = None
+    """Programs that the registers of a multiprocessor must suffice for; a thread may take all that this leaves.
+
+    None: the assembler weighs registers against programs itself. At times it then spills for one program more.
+    """
 
     def for_arch(self, arch: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments and the compiler's options for devices of `arch` (80, 90, ...; 0: the interpreter).
@@ -43,6 +54,9 @@ class Launch:
             depends = self.may_depend and arch >= LEAST_DEPENDENT_ARCH
             arguments = arguments | {"DEPENDENT": depends}
             options |= {"launch_pdl": True} if depends else {}
+        if self.programs is not None and arch > 0:
+            per_thread = REGISTERS // (self.programs * self.num_warps * 32)
+            options["maxnreg"] = min(THREAD_REGISTERS, per_thread)
         return arguments, options
 
     def run(self) -> None:

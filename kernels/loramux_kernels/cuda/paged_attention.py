@@ -298,7 +298,9 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, sees_ahead, has_softcap)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
     warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
-    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)
+    # Left to itself, ptxas spills in some tiles to fit a third program, which no launch has.
+    programs = ATTENTION_PROGRAMS if widest <= 256 else None
+    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages, programs=programs)
 
 
 @triton.jit

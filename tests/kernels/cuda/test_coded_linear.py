@@ -28,6 +28,7 @@ def test_coded_linear_of_ragged_shapes_equals_the_dequantized_weight(device, cod
         (1, 64, (40,), 32, True, False),
         (17, 150, (24, 33), 150, False, True),
         (40, 96, (70,), 16, True, True),
+        (3, 200, (40,), 64, True, False),
     ):
         order = torch.randperm(width, device=device) if is_ordered else None
         weights = [
