@@ -170,7 +170,7 @@ def assemble_share(
         limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
     head = MultiTokenHead.load(model, Path(settings.model.path)) if settings.engine.speculation == "mtp" else None
     layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites))
-    base_layers = layout.layers[: model.config.get_text_config().num_hidden_layers]
+    base_layers = layout.layers if head is None else layout.layers[:-1]
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and limits.max_draft_tokens and model.device.type != "cpu":
         logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)

@@ -321,7 +321,7 @@ class Scheduler:
         the background class.
         """
         limits = self.state.limits
-        builder.tokens_left = limits.prefill_tokens(limits.max_num_batched_tokens - builder.tokens_left)
+        builder.tokens_left = limits.prefill_tokens(sum(chunk.length for chunk in builder.chunks.values()))
         if builder.chunks:
             builder.token_context = limits.token_context
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
