@@ -37,13 +37,15 @@ PROMPTS = [tuple(random.Random(seed).randrange(3, 97) for _ in range(12)) for se
 TRAINED = [Asked(f"t{i}", None, prompt, 48) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_5 without states"])
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """A base with a head of random weights."""
-    made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
+    family, _, without = request.param.partition(" without ")
+    changes = {"layer_types": ["full_attention"] * 5} if without else {}
+    made = Zoo(family, tmp_path_factory.mktemp(family), **changes)
     for seed, (name, recipe) in enumerate(ADAPTERS.items()):
         made.make_adapter(name, recipe, seed)
-    ReferenceHead.random(base_of(made.base), seed=1).save(made.base, one_by_one=request.param == "qwen3_next")
+    ReferenceHead.random(base_of(made.base), seed=1).save(made.base, one_by_one=family == "qwen3_next")
     return made
 
 
