@@ -68,7 +68,7 @@ class ReferenceHead:
         return cls(model, weights)
 
     def save(self, base: Path, dtype: torch.dtype = torch.float32, *, one_by_one: bool = False) -> None:
-        """Add the head to the checkpoint of a base; with `one_by_one` its experts have tensors of their own."""
+        """Add the head to the checkpoint of a base; with `one_by_one` its experts have separate tensors."""
         tensors = {name: tensor for name, tensor in load_file(base / FILE).items() if not name.startswith("mtp.")}
         for name, weight in self.weights.items():
             if one_by_one and ".experts." in name:

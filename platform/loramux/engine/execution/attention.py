@@ -107,7 +107,7 @@ class KvLayout:
     """Bytes of an element of the pool."""
     is_fp8: bool = False
     hidden_size: int = 0
-    """Elements of a hidden state at the end of each page, for the head for multi-token prediction; 0: no head."""
+    """Elements of the hidden state that ends each page, which a head for multi-token prediction reads; 0: no head."""
 
     def with_head(self, hidden_size: int) -> KvLayout:
         """Return this layout with a layer for the keys and values of the base's head for multi-token prediction, which

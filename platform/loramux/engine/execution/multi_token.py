@@ -185,7 +185,7 @@ class HeadDrafter:
         self._hidden = torch.empty(0)
         """Hidden states of the latest step's rows."""
         self._rows: dict[str, tuple[int, int]] = {}
-        """By request of the latest step: the place of the token that it sampled last, and the row before this token."""
+        """The place of the last sampled token, and the row before this token, by request of the latest step."""
 
     @torch.inference_mode()
     def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Iterable[TokenEvent]) -> None:
