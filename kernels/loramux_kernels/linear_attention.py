@@ -202,8 +202,8 @@ def _windows(
     inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True, drafts: bool = True
 ) -> Iterator[Window]:
     """Yield rows, state tables, matrices, the convolution's inputs `[n, channels, taps + t]`, and whether the states
-    after these rows are to be stored: for all sequences that decode one row together (rows are a tensor), if `decodes`,
-    then for each other sequence (a slice), and, if `drafts`, for the drafts of each sequence. `inputs` is
+    after these rows are to be stored, of all sequences that decode one row together (rows are a tensor), if `decodes`,
+    then of each other sequence (a slice), and, if `drafts`, of the drafts of each sequence. `inputs` is
     `[T, channels]`.
 
     The drafts of a sequence begin with the states that the caller has stored after its other rows.
