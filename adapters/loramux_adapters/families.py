@@ -69,6 +69,9 @@ transformers registers them; see `ExpertForm.is_transposed`."""
 UNGATED_PARAMETERS = ("up_proj", "down_proj")
 """The same for experts without a gate."""
 
+MTP_PREFIX = "mtp."
+"""Beginning of the names of the tensors of a head for multi-token prediction."""
+
 LATENT_EXPANSION = "kv_b_proj"
 """The linear that makes keys and values of a compressed KV, in families of latent attention (MLA)."""
 
@@ -165,6 +168,9 @@ class Family:
     peft_refuses_out_proj: bool = False
     """True if PEFT refuses pairs on `out_proj`, by the base's `model_type`: a fused kernel for training reads only the
     weight. On a CPU transformers calls the linear."""
+    has_multi_token_head: bool = False
+    """True if checkpoints may have a head for multi-token prediction, with names that begin with `mtp.`, that is
+    served. If it is published, it has one layer with attention, like the base's."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
@@ -294,9 +300,23 @@ ROWS = (
     Family("exaone_moe", experts=ExpertForm()),  # rotates in some layers
     Family("granitemoe_swa", experts=ExpertForm("router")),
     Family("cohere2_moe", experts=ExpertForm()),
-    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states=DELTA_NET),
-    Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states=DELTA_NET),
-    Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states=DELTA_NET),
+    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states=DELTA_NET, has_multi_token_head=True),
+    Family(
+        "qwen3_next",
+        same_input=HYBRID_SIBLINGS,
+        experts=ExpertForm(),
+        cut="key heads",
+        states=DELTA_NET,
+        has_multi_token_head=True,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        same_input=HYBRID_SIBLINGS,
+        experts=ExpertForm(),
+        cut="key heads",
+        states=DELTA_NET,
+        has_multi_token_head=True,
+    ),
     # Granite 4; some sizes have attention in every layer, and no states
     Family("granitemoehybrid", experts=ExpertForm("router", is_optional=True), states=StateForm("mamba", "mamba 2")),
     Family("bamba", states=StateForm("mamba", "mamba 2")),

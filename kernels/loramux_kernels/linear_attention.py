@@ -23,7 +23,9 @@ Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (que
     gated_norm(x, gate, gate first) = y / sqrt(mean(y^2) + eps) * weight, with y = x * silu(gate)
 
 A sequence's state is its matrices and the last `taps` inputs, in pages of the pool (`StateLayer`). A sequence's first
-rows begin with zeros and read nothing from the pool. Matrices and products with them are float32.
+rows begin with zeros and read nothing from the pool. Matrices and products with them are float32. A sequence's drafts
+(`AttentionBatch.draft_lens`) are computed after its other rows, and the state before them is the one that is stored: a
+state that has seen a refused token could not go back.
 """
 
 from __future__ import annotations
@@ -43,21 +45,44 @@ from loramux_kernels.tables import AttentionBatch, StateLayer, StateRows, StateS
 
 
 def linear_attention(rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch) -> torch.Tensor:
-    """Return `[T, heads, Dv]` of the rows' dtype, and store the states after the step.
+    """Return `[T, heads, Dv]` of the rows' dtype, and store the states after the step, or before its drafts.
 
     Rows that are in no sequence of the batch (they pad a recorded step) are undefined, and change no state.
     """
     if runs_triton(rows.value):
         from loramux_kernels.cuda import linear_attention as triton
 
+        assert batch.draft_lens is None, "nothing is drafted over states on a GPU"
         return triton.linear_attention(rows, weights, state, batch)
     out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
     native = native_for(rows.value) if state.shape.taps <= MAX_TAPS else None
     if native is not None and batch.decoding is not None:
-        _step_natively(native, rows, weights, state, batch, out)
+        assert batch.state_tables is not None, "sequences that decode have them"
+        step = (rows, weights, out, batch.decoding_prompts)
+        _step_natively(native, *step, state, *batch.decoding)
     if native is None or len(batch.decoding[0] if batch.decoding else ()) < len(batch.spans):
-        _compute(rows, weights, state, batch, out, decodes=native is None)
+        _compute(rows, weights, state, batch, out, drafts=native is None, decodes=native is None)
+    if native is not None and batch.draft_lens is not None:
+        _draft_natively(native, rows, weights, state, batch, out)
     return out
+
+
+def _draft_natively(
+    native: ctypes.CDLL,
+    rows: StateRows,
+    weights: StateWeights,
+    state: StateLayer,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+) -> None:
+    """Compute the drafts of all sequences, the first of each together, then the second, on a copy of their states."""
+    assert batch.state_tables is not None, "sequences with drafts have them"
+    (_, drafted), *_ = batch.drafts
+    copied = state.copy_of(batch.state_tables[drafted])
+    for single, sequences in batch.drafts:
+        tables = torch.searchsorted(drafted, sequences)[:, None].int()
+        prompts = torch.zeros(len(single), dtype=torch.int64)
+        _step_natively(native, rows, weights, out, prompts, copied, single, tables)
 
 
 def linear_attention_reference(
@@ -77,14 +102,18 @@ def _compute(
     out: torch.Tensor,
     *,
     decodes: bool,
+    drafts: bool = True,
 ) -> None:
-    """Fill the rows of `out` and store the states; without `decodes`, only those of sequences that do not decode."""
+    """Fill the rows of `out` and store the states; without `decodes`, only those of sequences that do not decode, and
+    without `drafts` not the rows of drafts."""
     shape = state.shape
     inputs = torch.cat([part.flatten(1) for part in (rows.query, rows.key, rows.value)], dim=-1)
     decay, beta = _rates(rows, weights, batch)
     is_delta, key_heads = rows.b is not None, rows.query.shape[1]
     of_step, of_prompt = (gated_delta_step, gated_delta_prompt) if is_delta else (mamba2_step, mamba2_prompt)
-    for own_rows, own_tables, matrices, window in _windows(inputs, state, batch, decodes=decodes):
+    for own_rows, own_tables, matrices, window, is_stored in _windows(
+        inputs, state, batch, decodes=decodes, drafts=drafts
+    ):
         mixed = functional.silu(_convolve(window, weights.kernel, weights.bias))
         if isinstance(own_rows, slice):
             values = _split(mixed[0].T, shape, key_heads, normalises=is_delta)
@@ -96,20 +125,25 @@ def _compute(
         if weights.skip is not None:
             found = found + weights.skip[:, None] * values[2]
         out[own_rows] = found.to(out.dtype)
-        state.write(own_tables, after, window[..., -shape.taps :])
+        if is_stored:
+            state.write(own_tables, after, window[..., -shape.taps :])
 
 
 def _step_natively(
     native: ctypes.CDLL,
     rows: StateRows,
     weights: StateWeights,
-    state: StateLayer,
-    batch: AttentionBatch,
     out: torch.Tensor,
+    prompts: torch.Tensor,
+    state: StateLayer,
+    single: torch.Tensor,
+    own: torch.Tensor,
 ) -> None:
-    """Compute the sequences that decode one row, in place in their pages."""
-    assert batch.decoding is not None, "some sequence decodes"
-    (single, own), shape = batch.decoding, state.shape
+    """Compute one row of each of n sequences, in place in their pages: the rows `single` with the tables `own`.
+
+    `prompts` int64[n] is 1 for a row of a prompt.
+    """
+    shape = state.shape
     kernel, bias, shift = weights.in_float32
     parts = (rows.query, rows.key, rows.value, rows.a, *(() if rows.b is None else (rows.b,)))
     assert all(part.stride(-1) == 1 for part in parts), "each head's vector is contiguous"
@@ -121,10 +155,7 @@ def _step_natively(
 
     call = StateStepAbi(
         *(address(part) for part in (rows.query, rows.key, rows.value, rows.a, rows.b, shift, kernel, bias)),
-        *(
-            address(part)
-            for part in (weights.decay, weights.skip, state.units, own, single, batch.decoding_prompts, out)
-        ),
+        *(address(part) for part in (weights.decay, weights.skip, state.units, own, single, prompts, out)),
         *(stride for part in (rows.query, rows.key, rows.value, rows.a) for stride in part.stride()[:2]),
         *((0, 0) if rows.b is None else rows.b.stride()[:2]),
         *(own.stride(0), state.units.stride(0), state.units.shape[1], state.units.shape[2], state.first),
@@ -146,6 +177,7 @@ def short_convolution(
     if runs_triton(x):
         from loramux_kernels.cuda import short_convolution as triton
 
+        assert batch.draft_lens is None, "nothing is drafted over states on a GPU"
         return triton.short_convolution(x, kernel, bias, state, batch)
     return short_convolution_reference(x, kernel, bias, state, batch)
 
@@ -155,34 +187,41 @@ def short_convolution_reference(
 ) -> torch.Tensor:
     """Compute `short_convolution` in torch, on any device and in any floating dtype."""
     out = torch.empty_like(x)
-    for rows, tables, matrices, window in _windows(x, state, batch):
+    for rows, tables, matrices, window, is_stored in _windows(x, state, batch):
         found = _convolve(window, kernel, bias).to(x.dtype)
         out[rows] = found[0].T if isinstance(rows, slice) else found[..., 0]
-        state.write(tables, matrices, window[..., -state.shape.taps :])
+        if is_stored:
+            state.write(tables, matrices, window[..., -state.shape.taps :])
     return out
 
 
-Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]
+Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor, bool]
 
 
 def _windows(
-    inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True
+    inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True, drafts: bool = True
 ) -> Iterator[Window]:
-    """Yield rows, state tables, matrices and the convolution's inputs `[n, channels, taps + t]`, of all sequences that
-    decode one row together (rows are a tensor), if `decodes`, then of each other sequence (a slice). `inputs` is
-    `[T, channels]`."""
+    """Yield rows, state tables, matrices, the convolution's inputs `[n, channels, taps + t]`, and whether the states
+    after these rows are to be stored, of all sequences that decode one row together (rows are a tensor), if `decodes`,
+    then of each other sequence (a slice), and, if `drafts`, of the drafts of each sequence. `inputs` is
+    `[T, channels]`.
+
+    The drafts of a sequence begin with the states that the caller has stored after its other rows.
+    """
     shape, tables = state.shape, batch.state_tables
     assert tables is not None, "a step of a model whose layers keep states has the pages of its states"
     if decodes and batch.decoding is not None:
         single, own = batch.decoding
         matrices, earlier = state.read(own)
-        yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1)
-    for i, (start, stop, context) in enumerate(batch.spans):
-        if stop - start == 1 < context:
-            continue
+        yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1), True
+    for i, ((start, stop, context), (_, end, _)) in enumerate(zip(batch.stored_spans, batch.spans, strict=True)):
         own = tables[i : i + 1]
-        matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
-        yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1)
+        if not stop - start == 1 < context:
+            matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
+            yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1), True
+        if drafts and stop < end:
+            matrices, earlier = state.read(own)
+            yield slice(stop, end), own, matrices, torch.cat((earlier, inputs[None, stop:end].mT), dim=-1), False
 
 
 def _rates(rows: StateRows, weights: StateWeights, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:

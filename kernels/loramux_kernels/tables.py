@@ -344,12 +344,23 @@ class AttentionBatch:
     activations: torch.Tensor | None = None
     """int32[S], on the host: leading positions of each sequence whose compressed KV is expanded without the adapter of
     its rows. None: of no sequence."""
+    draft_lens: torch.Tensor | None = None
+    """int32[S], on the host: last rows of each sequence that may be refused (drafts). Layers with states store the
+    states before them. None: of no sequence."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """(first query row, one past the last, context length) of each sequence, on the host."""
         rows = self.cu_seqlens.tolist()
         return tuple(zip(rows, rows[1:], self.context_lens.tolist(), strict=False))
+
+    @cached_property
+    def stored_spans(self) -> tuple[tuple[int, int, int], ...]:
+        """`spans` without drafts: the rows after which states are stored."""
+        if self.draft_lens is None:
+            return self.spans
+        found = zip(self.spans, self.draft_lens.tolist(), strict=True)
+        return tuple((start, stop - drafts, context - drafts) for (start, stop, context), drafts in found)
 
     @cached_property
     def prompt_ends(self) -> list[int]:
@@ -394,17 +405,32 @@ class AttentionBatch:
 
     @cached_property
     def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows int64[n] of the sequences that decode one token, and their state tables; None if there are none."""
-        found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
+        """Rows int64[n] of the sequences that decode one token, before its drafts, and their state tables; None if
+        there are none."""
+        spans = enumerate(self.stored_spans)
+        found = [(i, start) for i, (start, stop, context) in spans if stop - start == 1 < context]
         if not found or self.state_tables is None:
             return None
         sequences, rows = torch.tensor(found, device=self.state_tables.device).T
         return rows, self.state_tables[sequences]
 
     @cached_property
+    def drafts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The first draft of each sequence that has one, then the second, and so on: rows int64[n] and sequences
+        int64[n], ascending."""
+        spans = list(zip(self.stored_spans, self.spans, strict=True))
+        most = max(end - first for (_, first, _), (_, end, _) in spans)
+        found = []
+        for number in range(most):
+            own = [(first + number, i) for i, ((_, first, _), (_, end, _)) in enumerate(spans) if first + number < end]
+            rows, sequences = torch.tensor(own).T.contiguous()
+            found.append((rows, sequences))
+        return found
+
+    @cached_property
     def decoding_prompts(self) -> torch.Tensor:
         """int64[n], on the host: 1 for each sequence of `decoding` whose row is one of its prompt."""
-        rows = zip(self.spans, self.prompt_ends, strict=True)
+        rows = zip(self.stored_spans, self.prompt_ends, strict=True)
         return torch.tensor([int(start < end) for (start, stop, n), end in rows if stop - start == 1 < n])
 
     @cached_property
@@ -477,6 +503,11 @@ class StateLayer:
         """Return int64[units] twice: each unit's page among a sequence's state pages, and its place there."""
         numbers = torch.arange(self.first, self.first + self.shape.units, device=self.units.device)
         return numbers // self.units.shape[1], numbers % self.units.shape[1]
+
+    def copy_of(self, tables: torch.Tensor) -> StateLayer:
+        """Return a copy of the states of n sequences, in which sequence i has the page i alone."""
+        pages, places = self._places
+        return StateLayer(self.shape, self.units[tables[:, pages], places], 0)
 
     def read(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the matrices `[n, heads, Dk, Dv]` and the inputs `[n, channels, taps]` of n sequences."""

@@ -18,7 +18,9 @@ def draft_always(scheduler: Scheduler, answer: Callable[[Sequence], Items[int]],
     A third of the drafts is right to its end, so that every length of an accepted run comes up.
     """
     rng, speculation = random.Random(seed), scheduler.speculation
-    speculation.times = cast(Any, SimpleNamespace(is_known=True, observe=lambda rows, seconds: None))
+    speculation.times = cast(
+        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
+    )
     speculation._most = most
     speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
 

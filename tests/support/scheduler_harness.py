@@ -103,12 +103,12 @@ class KvOracle:
                 assert self.held[place] == meaning
 
     def _advance_states(self, chunk: Chunk, meanings: list[object]) -> None:
-        """Read the states after the token before the chunk, and write those after its last one."""
+        """Read the states after the token before the chunk, and write those after its last one that is no draft."""
         for number, page in enumerate(chunk.sequence.pages[: self._state_pages]):
             for offset in range(self._block_size):
                 if chunk.start:
                     assert self.held[page, offset] == ("state", number, meanings[chunk.start - 1])
-                self.held[page, offset] = ("state", number, meanings[chunk.end - 1])
+                self.held[page, offset] = ("state", number, meanings[chunk.end - len(chunk.drafts) - 1])
 
     def _meant(self, chunk: Chunk) -> Iterator[tuple[tuple[int, int], object]]:
         sequence = chunk.sequence

@@ -61,6 +61,7 @@ from loramux.engine.metrics import Counters
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
+from loramux.engine.scheduling.speculation import DraftHead
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, StepTimeline, count_step, snapshot
 from loramux_adapters.plan import PlanLimits
 from loramux_adapters.tower import changed_linears
@@ -122,6 +123,8 @@ class EngineParts:
     """Function that reads an adapter for the tower; None if there is no tower."""
     team: RankTeam | None = None
     """The other ranks of this engine."""
+    head: DraftHead | None = None
+    """The part of the base that drafts; None: drafts are copies of earlier tokens."""
     clock: Callable[[], float] = time.monotonic
     """Clock in seconds that never goes back."""
 
@@ -154,6 +157,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
         tower=loaded.tower,
         tower_of=tower_of,
         team=loaded.team,
+        head=loaded.head,
     )
     return Engine(parts, settings, wake)
 
@@ -209,6 +213,7 @@ class Engine:
             policy,
             parts.host_kv,
         )
+        self.scheduler.speculation.head = parts.head
         self._images = self._serve_images(parts, settings.engine.image_bytes)
         """Requests that wait for their images, and the rows of images; None: no request has images."""
         max_pinned = int(budget.num_pages * adapters.pinned_pool_share)

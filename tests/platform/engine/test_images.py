@@ -23,7 +23,7 @@ from quantized_zoo import CHECKPOINTS
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loramux.common.settings.serving import ClassDeadlines
+from loramux.common.settings.serving import ClassDeadlines, EngineSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
@@ -147,11 +147,11 @@ def test_tower_is_read_by_rank_0_alone_and_planned_once(zoo: ImageZoo) -> None:
         parameters = dict(load_checkpoint(zoo.zoo.base, "float32", torch.device("cpu"), share).named_parameters())
         of_tower.append(4 * sum(one.numel() for name, one in parameters.items() if reads_other_inputs(name)))
         of_text.append({name: one.shape for name, one in parameters.items() if not reads_other_inputs(name)})
-    plan = plan_memory(zoo.zoo.base, base, sharding, 4, 1 << 20, 16)
+    plan = plan_memory(zoo.zoo.base, base, sharding, 4, 1 << 20, EngineSettings(block_size=16))
     assert of_tower == [plan.tower_bytes, 0]
     assert plan.tower_bytes > 0
     assert of_text[0] == of_text[1]
-    alone = plan_memory(zoo.zoo.base, base, Sharding(sharding.config, 1), 4, 1 << 20, 16)
+    alone = plan_memory(zoo.zoo.base, base, Sharding(sharding.config, 1), 4, 1 << 20, EngineSettings(block_size=16))
     assert alone.tower_bytes == plan.tower_bytes
     assert plan.total_bytes == 2 * (plan.weight_bytes + (1 << 20) + plan.expansion_bytes) + plan.tower_bytes
 
@@ -625,7 +625,7 @@ def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytes
     (line,) = (record.message for record in caplog.records if " pool " in record.message)
     assert line.endswith("on all linears, vision tower 0.0 GB, images 0.3 GB")
     config, base = read_config(zoo.zoo.base), describe_base(zoo.zoo.base)
-    plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, 16)
+    plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, EngineSettings(block_size=16))
     parameters = loaded.runner._forward.model.named_parameters()
     tower = 4 * sum(part.numel() for name, part in parameters if reads_other_inputs(name))
     assert plan.tower_bytes == tower > 0

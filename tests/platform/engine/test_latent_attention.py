@@ -12,6 +12,7 @@ from adapter_zoo import FAMILIES, ON_RANKS, Asked, Zoo, load, serve, to_request
 from eager_drafts import draft_always
 from preempting import preempting
 
+from loramux.common.settings.serving import EngineSettings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import KvLayout, LayerShape, probe_layers
 from loramux.engine.execution.checkpoint import read_config
@@ -141,7 +142,7 @@ def test_contexts_expanded_in_blocks_give_the_same_logprobs_as_absorbed_ones(zoo
 def test_memory_plan_counts_the_expansion_of_a_compressed_kv(zoo: ActivatedZoo) -> None:
     """The linear of each layer once more, and one block: 48 elements a token make 4 heads of 16 and of 12."""
     sharding = Sharding(read_config(zoo.base), 1)
-    plan = plan_memory(zoo.base, describe_base(zoo.base), sharding, 4, 1 << 20, 16)
+    plan = plan_memory(zoo.base, describe_base(zoo.base), sharding, 4, 1 << 20, EngineSettings(block_size=16))
     inputs, outputs = 48, 4 * (16 + 12)
     assert plan.expansion_bytes == 4 * (3 * inputs * outputs + 512 * (inputs + 2 * outputs))
     assert plan.total_bytes == plan.weight_bytes + (1 << 20) + plan.expansion_bytes

@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapter_zoo import CUT_HYBRIDS, HYBRIDS, NOT_FOR_PEFT, ON_RANKS, Asked, Zoo, load, make_engine, serve, to_request
 from delayed_runner import late_engine
+from eager_drafts import draft_always
 from formats import FormatZoo
 from preempting import preempting
 
@@ -118,12 +119,36 @@ def test_hybrid_answer_that_another_engine_began_goes_on_with_the_same_tokens(de
     assert told == whole
 
 
-def test_hybrid_with_drafts_set_uses_none_and_says_so(dense: Zoo, caplog) -> None:
-    engine = dense.engine(speculation="ngram")
-    assert 'engine.speculation = "ngram" has no effect: the model keeps states' in caplog.text
-    asked = [Asked(f"r{i}", None, (5, 6, 5, 6, 5, 6), 20) for i in range(3)]
-    assert serve(dense, engine, asked) == {request.name: dense.answer(request) for request in asked}
-    assert engine.stats().drafted_tokens == 0
+@ON_RANKS
+def test_hybrid_with_drafts_in_mixed_batches_preempted_answers_as_peft_does(zoo: FormatZoo, ranks: int) -> None:
+    """Refused drafts leave no trace in a state; accepted ones are computed again after the state before them."""
+    if ranks > 1 and zoo.family not in CUT_HYBRIDS:
+        return
+    requests = some_requests()
+    answers = {one.name: zoo.answer(one) for one in requests}
+    engine = preempting(zoo.engine(max_num_batched_tokens=29, tensor_parallel_size=ranks), every=9)
+    draft_always(engine.scheduler, lambda own: answers[own.id], seed=3)
+    for _ in range(2):
+        assert serve(zoo, engine, requests, arrivals=[i // 4 for i in range(len(requests))]) == answers
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.output_tokens == stats.ended.output == 2 * sum(one.output for one in requests)
+    assert stats.preemptions > 0
+    assert stats.pages_kv == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_hybrid_swapped_while_drafts_are_computed_again_answers_as_peft_does(dense: Zoo, prefix_cache: bool) -> None:
+    engine = preempting(dense.engine(prefix_cache=prefix_cache, swap_bytes=1 << 22), every=3)
+    engine.scheduler.memory.swap.pays = lambda _: True
+    asked = [Asked(f"r{i}", [None, "plain"][i % 2], (7 + i, *range(11, 40)), 20) for i in range(4)]
+    answers = {one.name: dense.answer(one) for one in asked}
+    draft_always(engine.scheduler, lambda own: answers[own.id], seed=1)
+    assert serve(dense, engine, asked) == answers
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.accepted_tokens > 0
 
 
 ONE_AHEAD = pytest.param(lambda zoo, **settings: late_engine(zoo, **settings)[0], id="one ahead")

@@ -60,7 +60,7 @@ def test_plan_of_a_quantized_checkpoint_counts_the_bytes_that_are_held(tmp_path,
     directory = QuantizedZoo("llama", tmp_path, (), checkpoint).quantized
     config = read_config(directory)
     base, sharding = describe_base(directory), Sharding(config, size)
-    plan = plan_memory(directory, base, sharding, 4, 1 << 20, 16)
+    plan = plan_memory(directory, base, sharding, 4, 1 << 20, EngineSettings(block_size=16))
     model = load_checkpoint(directory, "float32", torch.device("cpu"))
     plain = 4 * sum(parameter.numel() for parameter in model.parameters())
     held = sum(module.quantized.nbytes for module in model.modules() if isinstance(module, QuantizedLinear))
@@ -240,7 +240,7 @@ def test_experts_in_mxfp4_are_planned_as_they_are_held(load_on_card, gpt_oss_20b
 def test_plan_of_ranks_divides_the_experts_in_mxfp4(gpt_oss_20b: Path, size: int) -> None:
     """In four, 720 inputs a rank are not whole groups of 32: loading repeats the scales of `down_proj`."""
     sharding = Sharding(read_config(gpt_oss_20b), size)
-    plan = plan_memory(gpt_oss_20b, describe_base(gpt_oss_20b), sharding, 2, 1 << 30, None)
+    plan = plan_memory(gpt_oss_20b, describe_base(gpt_oss_20b), sharding, 2, 1 << 30, EngineSettings())
     assert plan.is_quantized
     assert size * plan.weight_bytes == pytest.approx(13.76 * GB, rel=0.003)
 

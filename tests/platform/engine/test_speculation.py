@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -329,14 +330,21 @@ class Ledger:
     swaps=st.booleans(),
     preempt_every=st.sampled_from([1000, 3, 5]),
     cancelled=st.sets(st.integers(0, 7), max_size=2),
+    state_pages=st.sampled_from([0, 2]),
 )
 def test_drafts_change_no_answer_and_no_charge_and_leave_no_page(
-    requests, seed, pages, swaps, preempt_every, cancelled
+    requests, seed, pages, swaps, preempt_every, cancelled, state_pages
 ) -> None:
-    """Every row reads only KV of the tokens before it (`KvOracle`), whatever is preempted, swapped, cached or
-    cancelled."""
+    """Every row reads only KV and states of the tokens before it (`KvOracle`), whatever is preempted, swapped, cached
+    or cancelled."""
     host = ManualHost(8, 4) if swaps else None
-    harness = Harness(pages, policy=Policy(prefix_cache=True, max_draft_tokens=5), pace=(0.01, 0.001), host=host)
+    harness = Harness(
+        pages,
+        policy=Policy(prefix_cache=True, max_draft_tokens=5),
+        pace=(0.01, 0.001),
+        host=host,
+        state_pages=state_pages,
+    )
     harness.choose = follow
     draft_always(harness.scheduler, lambda own: written(own, own.request.sampling.max_tokens), seed)
     ledger, sequences, scheduler = Ledger(harness), [], harness.scheduler
@@ -490,7 +498,9 @@ def test_drafts_of_text_that_repeats_are_found_while_steps_run_ahead(zoo_of) -> 
     copied = Asked("c", "plain", (5, 6, 7, *answer[:20]), 9)
     engine, _ = late_engine(zoo, speculation="ngram", max_draft_tokens=4)
     engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
-    engine.scheduler.speculation.times = cast(Any, SimpleNamespace(is_known=True, observe=lambda rows, seconds: None))
+    engine.scheduler.speculation.times = cast(
+        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
+    )
     check(zoo, [copied], serve(zoo, engine, [copied]))
     assert engine.stats().drafted_tokens > 0
 
@@ -583,6 +593,96 @@ def test_speculation_by_itself_finds_a_text_that_repeats_and_takes_fewer_steps()
         steps.append(harness.scheduler.state.num_commits - commits)
     assert steps[0] == 150
     assert steps[1] < 40
+
+
+class ConstantHead:
+    """A head that always drafts the token 7."""
+
+    def knows(self, sequence: Sequence) -> bool:
+        return True
+
+    def draft(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [[7] * count for _, count in asked]
+
+
+def decoding_seconds(
+    most: int, head: ConstantHead | None, choose: Callable[[Sequence, list[int]], int], count: int = 1
+) -> tuple[float, Harness, Counter[int]]:
+    """Return the virtual seconds of `count` answers, under the real rule where a row costs a tenth of a step, and the
+    steps by their drafts."""
+    harness = Harness(4000, max_num_seqs=8, policy=Policy(max_draft_tokens=most), pace=(0.1, 0.01), max_tokens=64)
+    harness.choose = choose
+    harness.scheduler.speculation.head = head
+    lengths: Counter[int] = Counter()
+    plan = harness.scheduler.plan
+
+    def counting() -> Step:
+        step = plan()
+        lengths[sum(len(chunk.drafts) for chunk in step.chunks)] += 1
+        return step
+
+    harness.scheduler.plan = counting
+    for number in range(count):
+        harness.submit(f"r{number}", 5, 700)
+    harness.run(1000)
+    return harness.time, harness, lengths
+
+
+def unlike_any_draft(own: Sequence, token_ids: list[int]) -> int:
+    """Return a token that neither prompt lookup nor `ConstantHead` drafts, in a text full of repetitions."""
+    drafted = naive_lookup(token_ids[-40:], 1)
+    return next(token for token in (1, 2, 3) if token not in drafted)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("head", [None, ConstantHead()], ids=["ngram", "mtp"])
+def test_drafts_that_are_never_accepted_end_and_are_tried_again_only_rarely(head, count: int) -> None:
+    plain, _, _ = decoding_seconds(0, head, unlike_any_draft, count)
+    seconds, harness, lengths = decoding_seconds(8, head, unlike_any_draft, count)
+    counters, times = harness.scheduler.state.counters, harness.scheduler.speculation.times
+    assert counters.drafted_tokens > 0, "it was tried"
+    assert sum(lengths.values()) - lengths[0] < 0.03 * sum(lengths.values())
+    assert seconds < 1.02 * plain
+    assert times.seconds(count) == pytest.approx(0.1 + 0.01 * count)
+
+
+@pytest.mark.parametrize("head", [None, ConstantHead()], ids=["ngram", "mtp"])
+def test_time_of_a_step_without_drafts_stays_measured_while_all_drafts_are_accepted(head) -> None:
+    plain, _, _ = decoding_seconds(0, head, lambda own, token_ids: 7)
+    seconds, harness, lengths = decoding_seconds(8, head, lambda own, token_ids: 7)
+    assert seconds < 0.3 * plain
+    assert harness.scheduler.speculation.times.is_measured(1)
+    assert 2 < lengths[0] < 0.2 * sum(lengths.values())
+
+
+def test_first_step_with_drafts_that_took_too_long_does_not_forbid_drafts_for_ever() -> None:
+    harness = Harness(policy=Policy(max_draft_tokens=1))
+    found = harness.scheduler.speculation
+    for _ in range(20):
+        found.times.observe(1, 0.1)
+        harness.scheduler.state.step_time.observe(1, 0.1)
+    found.times.observe(2, 5.0)
+    assert found.count_paying(0.9, rows=1, expected=1.0, most=1) == 0
+    for _ in range(DecodeTimes.FORGOTTEN + 1):
+        found.times.observe(1, 0.1)
+    assert found.count_paying(0.9, rows=1, expected=1.0, most=1) == 1
+    found.times.observe(2, 0.1)
+    assert found.times.seconds(2) == pytest.approx(0.1)
+
+
+def test_times_are_measured_for_the_latest_steps_alone() -> None:
+    times = DecodeTimes(StepTimeModel())
+    assert not times.is_measured(1)
+    times.observe(4, 0.1)
+    assert not times.is_measured(3)
+    assert times.is_measured(4)
+    for _ in range(DecodeTimes.RENEWED):
+        times.observe(9, 0.2)
+    assert times.is_measured(4)
+    times.observe(9, 0.2)
+    assert not times.is_measured(8)
+    times.observe(4, 0.2)
+    assert times.seconds(4) == pytest.approx(0.15), "a mean of one earlier step"
 
 
 def test_drafts_are_labelled_for_the_revisions_with_most_and_summed_for_others() -> None:

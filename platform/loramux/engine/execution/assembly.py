@@ -35,6 +35,7 @@ from loramux.engine.execution.checkpoint import (
 )
 from loramux.engine.execution.fused_layers import fuse_layers
 from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory, plan_on_card, pool_bytes_of
+from loramux.engine.execution.multi_token import HeadDrafter, MultiTokenHead
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
@@ -57,8 +58,8 @@ from loramux_kernels.tables import RANK_TILE
 logger = logging.getLogger(__name__)
 
 NO_DRAFTS_OVER_STATES = (
-    'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
-    'over a draft that was refused. Set it to "off".'
+    'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), over which nothing '
+    'is drafted on a GPU. Set it to "off".'
 )
 
 NO_IMAGES = -1
@@ -87,6 +88,8 @@ class AssembledModel:
     """The vision tower, on rank 0; None: prompts have no images."""
     token_context: float | None = None
     """See `ModelFacts`; None on a GPU."""
+    head: HeadDrafter | None = None
+    """The base's head for multi-token prediction, if it drafts."""
 
 
 def load_share(
@@ -160,19 +163,16 @@ def assemble_share(
 ) -> AssembledModel:
     """Make `model`, which is the share of `shard` in the base, ready to serve."""
     model.eval().requires_grad_(False)
-    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    if quantized and settings.model.quantization != "none":
-        raise UnsupportedModel(
-            f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
-        )
     sites = sites_of(base, shard)
     ranks = None if shard is None else shard.ranks
     limits = limits_on(model.device, settings.engine)
     if ranks is not None:  # their cards may differ
         limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
+    head = MultiTokenHead.load(model, Path(settings.model.path)) if settings.engine.speculation == "mtp" else None
     layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites))
+    base_layers = layout.layers if head is None else layout.layers[:-1]
     states = StateLayout.of(model, layout.page_bytes)
-    if states.layers and limits.max_draft_tokens:
+    if states.layers and limits.max_draft_tokens and model.device.type != "cpu":
         logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)
         limits = msgspec.structs.replace(limits, max_draft_tokens=0)
     page_elements = layout.page_elements
@@ -184,14 +184,14 @@ def assemble_share(
     digest = weights_digest(model, settings.model.quantization)
     if model.device.type == "cpu":
         _copy_out_of_files(model)
-    coded_experts = [module for module in quantized if isinstance(module, QuantizedExperts)]
-    in_format = {name: site for name, site in sites.items() if not coded_experts or not is_expert(name)}
-    choice = choose_format(model, in_format, settings, is_quantized=len(quantized) > len(coded_experts))
-    packing = Packing(settings.model.quantization, None if choice is None else choice.form)
+    packing, choice = _choose_packing(model, sites, settings)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
     weights = install(model, base, bank, packing, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
-    fuse_layers(model, layout.layers)
+    if head is not None:
+        head.pack(packing)
+        weight_bytes += head.num_bytes
+    fuse_layers(model, base_layers)
     install_state_layers(model)
     tower, whole_tokens = _open_tower(model, settings, ranks)
     return_freed_memory()
@@ -211,10 +211,36 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    context = token_context_of(sites, base, layout.layers, model.config) if choice is not None else None
+    context = token_context_of(sites, base, base_layers, model.config) if choice is not None else None
     return AssembledModel(
-        forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower, context
+        forward,
+        weights,
+        states,
+        num_pages,
+        layout.block_size,
+        weight_bytes,
+        digest,
+        choice,
+        limits,
+        tower,
+        context,
+        None if head is None else HeadDrafter(head, forward, layout, pool, states.num_pages),
     )
+
+
+def _choose_packing(
+    model: PreTrainedModel, sites: Mapping[str, Site], settings: Settings
+) -> tuple[Packing, FormatChoice | None]:
+    """Return the form of the model's linears in memory, and the choice of their format. Raises UnsupportedModel."""
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    if quantized and settings.model.quantization != "none":
+        raise UnsupportedModel(
+            f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
+        )
+    coded_experts = [module for module in quantized if isinstance(module, QuantizedExperts)]
+    in_format = {name: site for name, site in sites.items() if not coded_experts or not is_expert(name)}
+    choice = choose_format(model, in_format, settings, is_quantized=len(quantized) > len(coded_experts))
+    return Packing(settings.model.quantization, None if choice is None else choice.form), choice
 
 
 def _open_tower(model: PreTrainedModel, settings: Settings, ranks: Ranks | None) -> tuple[Tower | None, int | None]:
@@ -449,8 +475,10 @@ def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, wides
     peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
     is_fp8 = settings.engine.kv_cache_dtype == "fp8"
     held = max(widest, -(-state_unit_bytes(model) // model.dtype.itemsize))
-    layout = KvLayout(shapes, 1, model.dtype.itemsize, is_fp8).with_block_size(settings.engine.block_size, held)
-    return layout, peak - before
+    layout = KvLayout(shapes, 1, model.dtype.itemsize, is_fp8)
+    if settings.engine.speculation == "mtp":
+        layout = layout.with_head(model.config.get_text_config().hidden_size)
+    return layout.with_block_size(settings.engine.block_size, held), peak - before
 
 
 def widest_tile(sites: Mapping[str, LinearShape | ParameterShape | Site]) -> int:

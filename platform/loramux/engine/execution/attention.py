@@ -96,7 +96,7 @@ ALIGNMENT = 16
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise,
-    unless they are part of the keys.
+    unless they are part of the keys, and at the end a hidden state, if a head for multi-token prediction needs one.
 
     In FP8 the page begins with the scales of all heads, float32, in the same order.
     """
@@ -106,11 +106,19 @@ class KvLayout:
     itemsize: int
     """Bytes of an element of the pool."""
     is_fp8: bool = False
+    hidden_size: int = 0
+    """Elements of the hidden state that ends each page, which a head for multi-token prediction reads; 0: no head."""
+
+    def with_head(self, hidden_size: int) -> KvLayout:
+        """Return this layout with a layer for the keys and values of the base's head for multi-token prediction, which
+        are like those of its first layer with attention, and with a hidden state."""
+        layer = next(layer for layer in self.layers if layer.num_kept_heads)
+        return replace(self, layers=(*self.layers, layer), hidden_size=hidden_size)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        num_bytes = self._scale_bytes + self.block_size * self.token_bytes
+        num_bytes = self._scale_bytes + self.block_size * self.token_bytes + self._hidden_bytes
         return _aligned(num_bytes) if self.is_fp8 else num_bytes
 
     @property
@@ -125,7 +133,7 @@ class KvLayout:
 
     def block_size_for(self, elements: int) -> int:
         """Return the smallest block size whose pages hold `elements` elements."""
-        return -(-(elements * self.itemsize - self._scale_bytes) // self.token_bytes)
+        return -(-(elements * self.itemsize - self._scale_bytes - self._hidden_bytes) // self.token_bytes)
 
     def with_block_size(self, wanted: int | None, elements: int) -> KvLayout:
         """Return this layout with pages of `wanted` tokens.
@@ -162,6 +170,15 @@ class KvLayout:
                 sides, its_scales = [sides[0], sides[0][..., : layer.value_dim]], its_scales * 2
             views.append(KvLayer(*sides, *its_scales, has_values_in_keys=layer.has_values_in_keys))
         return views
+
+    def hidden_states(self, pool: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states at the ends of pages, `[num_pages, hidden_size]`, as a view of the flat pool."""
+        pages = pool.view(-1, self.page_elements)
+        return pages[:, self.page_elements - self.hidden_size :]
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return self.hidden_size * self.itemsize
 
     @property
     def _scale_bytes(self) -> int:

@@ -47,6 +47,7 @@ from loramux.engine.execution.memory_plan import (
     plan_on_card,
     pool_bytes_of,
 )
+from loramux.engine.execution.multi_token import HeadDrafter, refuse_head
 from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.rank_worker import RankReady, StepsRecorded, WeightsRead
@@ -86,6 +87,8 @@ class LoadedModel:
     """Division of the base among ranks; None: one rank has all."""
     team: RankTeam | None = None
     """The other ranks."""
+    head: HeadDrafter | None = None
+    """The base's head for multi-token prediction; None: it drafts nothing."""
     tower_linears: Mapping[str, nn.Linear] = field(default_factory=dict)
     """Linears of the tower and its connector, by name."""
 
@@ -102,6 +105,7 @@ def load_model(settings: Settings) -> LoadedModel:
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         device = choose_device(settings.engine.device)
+        refuse_head(settings, config, device)
         base = describe_base(directory)
         if settings.engine.batch_invariant and device.type == "cuda":
             refuse_batch_invariant(settings, base, config)
@@ -117,6 +121,7 @@ def load_model(settings: Settings) -> LoadedModel:
 def _load_ranks(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     base, sharding = divide(settings)
     device = choose_device(settings.engine.device)
+    refuse_head(settings, config, device)
     if settings.engine.batch_invariant and device.type == "cuda":
         refuse_batch_invariant(settings, base, config)
     with ExitStack() as locks:
@@ -197,7 +202,6 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device:
         plan = plan_on_card(directory, base, sharding, itemsize, settings, card, limits_on(device, engine))
         logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         return
-    has_fp8_kv = engine.kv_cache_dtype == "fp8"
     refused = images_refused(directory, sharding.config)
     plan = plan_memory(
         directory,
@@ -205,9 +209,8 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device:
         sharding,
         itemsize,
         pool_bytes_of(settings),
-        engine.block_size,
+        engine,
         image_bytes=engine.image_bytes if refused is None else 0,
-        has_fp8_kv=has_fp8_kv,
     )
     plan.check(machine_memory())
     logger.info("loading %s: %s", settings.model.served_model_name, plan)
@@ -268,7 +271,9 @@ def _served(
     )
     _log_served(share, facts, settings, team)
     of_tower = {} if tower is None else linears_of_tower(model)
-    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, of_tower)
+    return LoadedModel(
+        runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, share.head, of_tower
+    )
 
 
 def _log_served(share: AssembledModel, facts: ModelFacts, settings: Settings, team: RankTeam | None) -> None:
@@ -301,7 +306,7 @@ def _log_served(share: AssembledModel, facts: ModelFacts, settings: Settings, te
     if states.layers:
         logger.info(
             "%d layers keep states: each running sequence holds %d pages for them, and so does each cached state "
-            "(engine.prefix_cache); nothing is drafted",
+            "(engine.prefix_cache)",
             len(states.layers),
             states.num_pages,
         )
@@ -325,7 +330,7 @@ def _runner(
     """Return the runner for the pool's device."""
     forward, pool = share.forward, share.forward.bank.pool
     if not runs_triton(pool):
-        return CpuRunner(forward, Sampler(eos), constraints, share.block_size, share.states.num_pages, team)
+        return CpuRunner(forward, Sampler(eos), constraints, share.block_size, share.states.num_pages, team, share.head)
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 

@@ -27,7 +27,7 @@ from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safet
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
 from loramux_adapters.base import BaseDescription, LinearShape
-from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.families import MTP_PREFIX, reads_other_inputs
 from loramux_adapters.latent import expansion_elements
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.targets import MAX_ADDED_TOKENS
@@ -190,24 +190,23 @@ def plan_memory(
     sharding: Sharding,
     itemsize: int,
     pool_bytes: int,
-    block_size: int | None,
+    engine: EngineSettings,
     *,
     image_bytes: int = 0,
-    has_fp8_kv: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of weights and keys with `itemsize` bytes an element, and of codes as they are held.
 
-    `block_size` is the setting; None: chosen from the base.
+    `pool_bytes` replaces the setting in `engine`.
 
     Raises UnsupportedModel if the files are not safetensors.
     """
     widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in _linears_of_text(base).items()}
-    weight_bytes, tower_bytes = _weight_bytes(directory, base, sharding, itemsize)
+    weight_bytes, tower_bytes = _weight_bytes(directory, base, sharding, itemsize, has_head=engine.speculation == "mtp")
     return MemoryPlan(
         sharding.size,
         weight_bytes,
         pool_bytes,
-        _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
+        _page_bytes(sharding, engine, RANK_TILE * max(map(max, widths.values())), itemsize),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=format_of(vars(sharding.config)) is not None,
         tower_bytes=tower_bytes,
@@ -221,7 +220,9 @@ def _linears_of_text(base: BaseDescription) -> dict[str, LinearShape]:
     return {name: shape for name, shape in base.modules.items() if not reads_other_inputs(name)}
 
 
-def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int) -> tuple[int, int]:
+def _weight_bytes(
+    directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int, *, has_head: bool
+) -> tuple[int, int]:
     """Return the bytes of every rank's weights, and of those that rank 0 alone has: of the model if the files are no
     safetensors, else of the files."""
     sizes: Counter[str] = Counter()
@@ -231,7 +232,8 @@ def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, it
         form = format_of(vars(sharding.config))
         quantized = () if form is None else quantized_linears(directory, form)
         with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
-            sizes.update({name: itemsize * math.prod(one.get_shape()) for name, one in tensors.items()})
+            loaded = {name: one for name, one in tensors.items() if has_head or not name.startswith(MTP_PREFIX)}
+            sizes.update({name: itemsize * math.prod(one.get_shape()) for name, one in loaded.items()})
         shapes = ((name, whole_shape(base, name)) for name in quantized)
         known = {name: shape for name, shape in shapes if shape is not None}  # loading refuses other linears
         for name, num_bytes in held_bytes(directory, known).items():
@@ -243,13 +245,15 @@ def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, it
     return sizes.total() - tower_bytes, 0 if loads_text_alone else tower_bytes
 
 
-def _page_bytes(sharding: Sharding, block_size: int | None, widest: int, itemsize: int, has_fp8_kv: bool) -> int:
+def _page_bytes(sharding: Sharding, engine: EngineSettings, widest: int, itemsize: int) -> int:
     """Return the bytes of a page, found by a forward on the meta device; 0 for models whose forward needs values."""
     try:
         # In bfloat16, because torch's product of a mixture's experts takes no float32 on the meta device.
         layers = probe_layers(empty_model(sharding).to(torch.bfloat16))
-        layout = KvLayout(layers, 1, itemsize, has_fp8_kv)
-        return layout.with_block_size(block_size, widest).page_bytes
+        layout = KvLayout(layers, 1, itemsize, engine.kv_cache_dtype == "fp8")
+        if engine.speculation == "mtp":
+            layout = layout.with_head(sharding.config.get_text_config().hidden_size)
+        return layout.with_block_size(engine.block_size, widest).page_bytes
     except UnsupportedModel:  # some mixtures: which experts compute depends on values
         return 0
 
@@ -268,8 +272,7 @@ def plan_on_card(
 
     Raises UnsupportedModel with settings that would fit, if not even one page is left.
     """
-    has_fp8_kv = settings.engine.kv_cache_dtype == "fp8"
-    plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine.block_size, has_fp8_kv=has_fp8_kv)
+    plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine)
     if rank:
         plan = replace(plan, tower_bytes=0)
     return fit_on_card(plan, StepMemory.of(base, itemsize, sharding), settings, card, limits)

@@ -85,6 +85,13 @@ class StepGraphs(NamedTuple):
     """Recordings that are calls, because no graph could be made: such steps are slower."""
 
 
+class StepFollower(Protocol):
+    """A reader of each step's hidden states."""
+
+    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Iterable[TokenEvent]) -> None:
+        """Read a step's hidden states after the last norm, `[T, hidden]`; `sampled` are the events of its tokens."""
+
+
 class Runner(Protocol):
     """Starts steps, in order."""
 
@@ -148,6 +155,8 @@ class PackedStep:
     """int32[T]; one past the last position that each row sees. None: each row sees up to itself."""
     activations: Ints | None = None
     """int32[S]; see `AttentionBatch`. None: 0 for each chunk."""
+    draft_lens: Ints | None = None
+    """int32[S]; see `AttentionBatch`. None: no layer keeps states, or nothing is drafted."""
 
     @property
     def decodes(self) -> bool:
@@ -247,7 +256,14 @@ def pack(
         page_changes=None if block_tables is None else block_tables.take_changes(),
         row_ends=row_ends(positions, images) if images and effects.sees_ahead else None,
         activations=None if changes_latents is None else _activations(chunks, changes_latents),
+        draft_lens=_draft_lens(chunks) if state_pages else None,
     )
+
+
+def _draft_lens(chunks: Sequence[Chunk]) -> Ints | None:
+    """Return the number of each chunk's drafts; None if there are none."""
+    found = np.array([len(chunk.drafts) for chunk in chunks], dtype=np.int32)
+    return found if found.any() else None
 
 
 def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Ints) -> Ints | None:
@@ -341,7 +357,8 @@ class Forward:
         self._decoder.register_forward_hook(self._keep)
         self.effects = ImageEffects.of(model.config)
         """Changes that images make to a step."""
-        self._images: StepImages | None = None
+        self.images: StepImages | None = None
+        """Images of the latest step; None if it had no rows of images."""
         depth, hidden_size = image_row_shape(model.config)
         self._no_image_rows = bank.pool.new_empty(depth, 0, hidden_size)
         if images_of(model.config.model_type) is not None:
@@ -363,7 +380,7 @@ class Forward:
         `extras` holds the parts of the step's adapters other than LoRA pairs on linears: vectors, biases, vocabulary
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
-        self._images = inputs.images
+        self.images = inputs.images
         if inputs.images is not None and self.ranks is not None:  # rank 0 alone has the tower
             self.ranks.broadcast(inputs.images.features)
         serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
@@ -394,20 +411,20 @@ class Forward:
 
     def _place_images(self, _module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         """Put the rows of images in the place of their placeholders' embeddings."""
-        if self._images is not None:
-            inputs["inputs_embeds"][0, self._images.rows] = self._images.features[0]
+        if self.images is not None:
+            inputs["inputs_embeds"][0, self.images.rows] = self.images.features[0]
 
     def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
         """Add the rows of images that belong after the layer number `depth`, counted from 1."""
-        if self._images is not None:
-            hidden[0, self._images.rows] += self._images.features[depth]
+        if self.images is not None:
+            hidden[0, self.images.rows] += self.images.features[depth]
 
     def hidden_states(
         self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
     ) -> torch.Tensor:
         """Return the hidden states `[T, hidden]`, after the last norm, of `embeddings` `[T, hidden]`, in which images
         have been placed."""
-        self._images = inputs.images
+        self.images = inputs.images
         with self._products(), self.bank.serving(segments, extras, inputs.batch.slot_mapping):
             hidden: torch.Tensor = self._run_decoder(
                 inputs_embeds=embeddings[None],
@@ -617,6 +634,7 @@ def run_forward(
         block_table=torch.from_numpy(packed.block_table),
         slot_mapping=torch.from_numpy(packed.slot_mapping),
         state_tables=torch.from_numpy(packed.state_tables),
+        draft_lens=None if packed.draft_lens is None else torch.from_numpy(packed.draft_lens),
         prompt_lens=torch.from_numpy(packed.prompt_lens),
         row_ends=None if packed.row_ends is None else torch.from_numpy(packed.row_ends),
         activations=None if packed.activations is None else torch.from_numpy(packed.activations),
@@ -647,9 +665,11 @@ class CpuRunner:
         block_size: int,
         state_pages: int = 0,
         team: OtherRanks | None = None,
+        follower: StepFollower | None = None,
     ) -> None:
         """`team`: the other ranks, which run each step's forward too."""
         self.bank = forward.bank
+        self._follower = follower
         self._team = team
         self._sampler = sampler
         self._pooler = Pooler(forward.bank.classifier_of)
@@ -674,10 +694,14 @@ class CpuRunner:
         if self._team is not None:
             self._team.run(packed)
         masks = self._start_masks(step.sampling)
-        self._forward.keep_hidden(bool(step.pooled))
+        keeps_hidden = bool(step.pooled) or self._follower is not None
+        self._forward.keep_hidden(keeps_hidden)
         logits, scores = split_scored(self._run(packed), packed.scored)
-        pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
+        hidden = self._forward.take_hidden() if keeps_hidden else logits[:0]
+        pooled = self._pooler.pool(hidden, step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
+        if self._follower is not None:
+            self._follower.follow(step, packed, hidden, events)
         return CompletedStep(events, scores, pooled)
 
     def forget(self, request_id: str) -> None:

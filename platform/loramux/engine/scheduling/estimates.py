@@ -99,24 +99,45 @@ class StepTimeModel:
         return y - per_token * x, per_token
 
 
+@dataclass(slots=True)
+class _MeanTime:
+    """Mean of the steps with about the same number of rows."""
+
+    rows: float = 0.0
+    seconds: float = 0.0
+    count: int = 0
+    """Steps that the mean holds, up to `DecodeTimes.MEMORY`."""
+    latest: int = 0
+    """Number of the latest of them."""
+
+
 class DecodeTimes:
     """Measured seconds of steps without a prompt, as a function of their rows that never falls.
 
     The function has one mean for each quarter of an octave of row counts, joined by lines. Beyond the largest measured
     number of rows, a row costs as much as a token in steps of all kinds.
+
+    If each step has drafts, steps without them are not measured, and the other way round. So both are asked for again:
+    see `is_measured` and `FORGOTTEN`.
     """
 
-    MEMORY = 16.0
+    MEMORY = 16
     """Steps after which a measurement counts for 1/e."""
     OUTLIER = 2.0
     """A measurement above this multiple of the mean counts as this multiple, because the process may have been stopped
     during the step.
     """
+    RENEWED, KEPT = 64, 4
+    """Steps after which a time is to be measured again, and the earlier steps that its mean then counts at most."""
+    FORGOTTEN = 512
+    """Steps after which a mean is forgotten. A first step with drafts that took too long would forbid drafts for ever:
+    no other would be measured."""
 
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
-        self._means: dict[int, tuple[float, float]] = {}
-        """Rows and seconds by quarter of an octave."""
+        self._means: dict[int, _MeanTime] = {}
+        """Means by quarter of an octave."""
+        self._num_steps = 0
         self._curve: list[tuple[float, float]] = []
         """Rows and seconds, both ascending."""
 
@@ -125,17 +146,28 @@ class DecodeTimes:
         """True if a step was measured, and the time of a token is known."""
         return bool(self._means) and self._step_time.is_known
 
+    def is_measured(self, rows: int) -> bool:
+        """Return whether a step of at most `rows` rows was measured among the latest ones."""
+        return any(mean.rows < rows + 0.5 for mean in self._means_within(self.RENEWED))
+
     def observe(self, rows: int, seconds: float) -> None:
         """Count a step of `rows` decoding and drafted rows."""
-        key = round(4 * math.log2(rows))
-        mean_rows, mean = self._means.get(key, (float(rows), seconds))
-        seconds = min(seconds, self.OUTLIER * mean)
-        self._means[key] = mean_rows + (rows - mean_rows) / self.MEMORY, mean + (seconds - mean) / self.MEMORY
+        self._num_steps += 1
+        mean = self._means.setdefault(round(4 * math.log2(rows)), _MeanTime())
+        if (pause := self._num_steps - mean.latest) > self.RENEWED:
+            mean.count = min(mean.count, self.KEPT) if pause <= self.FORGOTTEN else 0
+        if mean.count:
+            seconds = min(seconds, self.OUTLIER * mean.seconds)
+        mean.count, mean.latest = min(mean.count + 1, self.MEMORY), self._num_steps
+        mean.rows += (rows - mean.rows) / mean.count
+        mean.seconds += (seconds - mean.seconds) / mean.count
         self._curve.clear()
 
     def seconds(self, rows: float) -> float:
         """Return the expected seconds of a step of `rows` rows."""
-        curve = self._curve = self._curve or _ascending(self._means.values())
+        if not self._curve:
+            self._curve = _ascending((mean.rows, mean.seconds) for mean in self._means_within(self.FORGOTTEN))
+        curve = self._curve
         index = bisect_left(curve, (rows, 0.0))
         if index == len(curve):
             last, seconds = curve[-1]
@@ -145,6 +177,10 @@ class DecodeTimes:
             return seconds
         below, before = curve[index - 1]
         return before + (seconds - before) * (rows - below) / (above - below)
+
+    def _means_within(self, steps: int) -> Iterable[_MeanTime]:
+        """Return the means that hold one of the latest `steps` steps."""
+        return (mean for mean in self._means.values() if self._num_steps - mean.latest <= steps)
 
 
 def _ascending(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -76,7 +76,7 @@ def step_limits(engine: EngineSettings, gpu_bytes: int | None) -> StepLimits:
         engine.max_num_seqs or rows,
         engine.max_num_batched_tokens or tokens,
         engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=gpu_bytes is None),
-        engine.max_draft_tokens if engine.speculation == "ngram" else 0,
+        engine.max_draft_tokens if engine.speculation != "off" else 0,
     )
 
 

@@ -223,17 +223,21 @@ class Scheduler:
         size, memory, cache = self.state.budget.block_size, self.memory, self.memory.cache
         caches, caches_states = cache.is_enabled, memory.caches_states
         tokens = drafted = 0
+        has_states = self.state.budget.state_pages > 0
         events = [self._append(event) for event in sampled]
         for chunk in step.chunks:
             sequence, computed = chunk.sequence, chunk.start + chunk.length
             tokens += chunk.length
+            drafted += len(chunk.drafts) + sequence.num_repeated
+            sequence.num_repeated = 0
             if chunk.drafts:
-                drafted += len(chunk.drafts)
                 accepted = self.speculation.note_verified(chunk)
                 # The plan charged one token. Only now it is known how many drafts were accepted.
                 self.queue.charge(sequence.flow, 2.0 * accepted)
                 self.state.trim(sequence)
-                computed -= len(chunk.drafts) - accepted  # the KV of rejected drafts is overwritten
+                # The KV of rejected drafts is overwritten. States are those before all drafts.
+                sequence.num_repeated = accepted if has_states else 0
+                computed -= len(chunk.drafts) - accepted + sequence.num_repeated
             sequence.num_computed = computed
             if sequence.num_scored < sequence.num_prompt_tokens - 1:
                 sequence.num_scored = sequence.to_score(chunk.start, computed)[1]
@@ -317,7 +321,7 @@ class Scheduler:
         the background class.
         """
         limits = self.state.limits
-        builder.tokens_left = limits.prefill_tokens(len(builder.chunks))
+        builder.tokens_left = limits.prefill_tokens(sum(chunk.length for chunk in builder.chunks.values()))
         if builder.chunks:
             builder.token_context = limits.token_context
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
@@ -340,13 +344,14 @@ class Scheduler:
         others: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self._rows():
-            computed = sequence.num_computed
-            if len(sequence.token_ids) - computed != 1:
+            computed, held = sequence.num_computed, len(sequence.token_ids)
+            rows = held - computed
+            if rows != 1 and not (sequence.decodes and rows <= builder.tokens_left and rows == sequence.num_next):
                 prefilling.append(sequence)
             elif not (builder.tokens_left and (pages := len(sequence.pages))):
                 continue  # no token is left, or the sequence was preempted for an earlier sequence
-            elif computed < (pages - state_pages) * size or self._extend(sequence, computed + 1, builder):
-                builder.add_row(sequence, computed)
+            elif held <= (pages - state_pages) * size or self._extend(sequence, held, builder):
+                builder.add_decoding(sequence, computed, rows)
                 # A plain row costs two units. Another row may cost a prompt token, or the load of its adapter.
                 is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
                 (decoding if is_plain else others).append(sequence)

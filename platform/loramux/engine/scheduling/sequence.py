@@ -72,6 +72,7 @@ class Sequence(SequenceKv):
         "max_len",
         "num_loads",
         "num_preemptions",
+        "num_repeated",
         "num_scored",
         "predicted_ttft_s",
         "queued",
@@ -113,6 +114,9 @@ class Sequence(SequenceKv):
         """Predicted seconds from the sequence's arrival to its first token; None if it has no deadline."""
         self.drafter: Drafter | None = None
         """The source of the sequence's drafts, if it decodes and drafts are allowed."""
+        self.num_repeated = 0
+        """Accepted drafts of the latest step that are computed once more, because the states are those before them; 0
+        if no layer keeps states."""
         self.began_at: float | None = None
         """Time at which the sequence's first step was planned, by the scheduler's clock."""
 
@@ -139,6 +143,11 @@ class Sequence(SequenceKv):
     def num_uncomputed(self) -> int:
         """Number of tokens that must go through the model before the next token can be sampled: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def decodes(self) -> bool:
+        """True if the rows before the next token are the last token and, before it, drafts that are computed again."""
+        return self.num_uncomputed == 1 + self.num_repeated
 
     @property
     def uncomputed_pairs(self) -> float:
@@ -387,13 +396,13 @@ class StepBuilder:
         """Return the cost of `length` tokens after `context` tokens, in tokens without context, rounded up."""
         return math.ceil(tokens_with_attention(length, attention_pairs(context, length), self.token_context))
 
-    def add_row(self, sequence: Sequence, position: int) -> None:
-        """Add the one row of a `sequence` that has only its last token to compute, at `position`. The sequence already
-        has the page.
+    def add_decoding(self, sequence: Sequence, position: int, length: int) -> None:
+        """Add the `length` rows of a decoding `sequence` from `position` on, usually one. The sequence already has the
+        pages.
         """
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(position)
-        self.chunks[sequence] = Chunk(sequence, position, 1, slot)
-        self.tokens_left -= 1
+        self.chunks[sequence] = Chunk(sequence, position, length, slot)
+        self.tokens_left -= length
         self.rows_left -= 1
 
     def keep_for(self, deferred: list[Sequence]) -> None:

@@ -7,7 +7,8 @@ overwrites the KV of rejected tokens.
 **When a draft pays.** A step of n rows takes T(n) seconds (measured) and yields e tokens (expected). The i-th token of
 a draft is accepted with probability a**i; a is the recently accepted share. The token saves time if its row raises the
 tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory, a row is almost free and
-drafts are long. If the batch keeps the device busy, a row takes as long as a token, and there are no drafts.
+drafts are long. If the batch keeps the device busy, a row takes as long as a token, and there are no drafts. T(n) of a
+step without drafts must be known for this: if it was not measured lately, the step gets no drafts.
 
 **What a draft may take.** A draft comes after all running and admitted sequences. A draft takes tokens of the step's
 budget that no prompt needs, and pages that are free or hold only cached prefixes. Pages after the accepted tokens are
@@ -20,6 +21,14 @@ wrong guess costs the draft, never a wrong token. A step with drafts is read bef
 only then the host knows how many tokens the sequences have. The measured time of such a step contains this wait, so
 drafts must save more than it.
 
+**Layers with states** (linear attention, Mamba 2) cannot go back over a refused draft. Their states are stored before
+the drafts of a step. So accepted drafts are computed once more, as further rows of the next step
+(`Sequence.num_repeated`), and an accepted token costs two rows.
+
+**Sources.** Prompt lookup (`Drafter.lookup`) costs nothing and finds copies alone. The base's own head for multi-token
+prediction (`DraftHead`) drafts for all sequences together, after it is known how many drafts each of them gets. Its
+time is in the measured time of the steps, too.
+
 A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both return to the first guess
 while drafts save no time, so that a request that begins to repeat text gets drafts again.
 """
@@ -27,6 +36,7 @@ while drafts save no time, so that a request that begins to repeat text gets dra
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 from loramux.engine.scheduling.estimates import Acceptance, DecodeTimes, Drafter
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, StepBuilder
@@ -42,11 +52,23 @@ MAX_REVISIONS = 4096
 """Maximum number of remembered revisions. The revision whose last draft is oldest is forgotten first."""
 
 
+class DraftHead(Protocol):
+    """A part of the base that drafts."""
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Return whether `sequence` can get drafts now."""
+
+    def draft(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return as many drafts of each sequence as are asked for. It can get drafts, and has the pages for them."""
+
+
 class Speculation:
     """Adds drafts to planned steps if they pay, and learns from the result."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.times = DecodeTimes(state.step_time)
+        self.head: DraftHead | None = None
+        """The source of drafts; None: prompt lookup."""
         self._state = state
         self._most = state.policy.max_draft_tokens
         self.revisions: OrderedDict[tuple[str, str | None], Acceptance] = OrderedDict()
@@ -56,11 +78,14 @@ class Speculation:
         """Add drafts that save time to the decoding sequences of a step, while tokens and pages are left."""
         if not (self._most and builder.tokens_left and self.times.is_known):
             return
-        decoding = [chunk.sequence for chunk in builder.chunks.values() if chunk.length == 1 and chunk.num_sampled]
-        rows, expected = len(decoding), float(len(decoding))
-        for sequence in decoding:
-            most = min(self._most, builder.tokens_left, sequence.max_len - len(sequence.token_ids) - 1)
-            if most <= 0:
+        chunks = [c for c in builder.chunks.values() if c.num_sampled and c.length <= 1 + c.sequence.num_repeated]
+        rows, expected = sum(chunk.length for chunk in chunks), float(len(chunks))
+        if not self.times.is_measured(rows):  # this step without drafts is measured
+            return
+        left, chosen = builder.tokens_left, dict[Sequence, tuple[int, ...]]()
+        for sequence in (chunk.sequence for chunk in chunks):
+            most = min(self._most, left, sequence.max_len - len(sequence.token_ids) - 1)
+            if most <= 0 or not (self.head is None or self.head.knows(sequence)):
                 continue
             own, revision = self._drafter(sequence).acceptance, self._revision(sequence)
             rate = own.rate(revision.rate(FIRST_GUESS))
@@ -69,24 +94,36 @@ class Speculation:
                 own.fade(FADED_REQUEST)
                 revision.fade(FADED_REVISION)
             elif drafts := self._with_pages(sequence, self.guess(sequence, count)):
-                builder.add_drafts(sequence, drafts)
+                chosen[sequence] = drafts
+                left -= len(drafts)
                 rows += len(drafts)
                 expected += sum(rate**place for place in range(1, len(drafts) + 1))
+        if self.head is not None and chosen:
+            asked = [(sequence, len(places)) for sequence, places in chosen.items()]
+            chosen = dict(zip(chosen, map(tuple, self.head.draft(asked)), strict=True))
+        for sequence, drafts in chosen.items():
+            builder.add_drafts(sequence, drafts)
 
     def count_paying(self, rate: float, rows: int, expected: float, most: int) -> int:
         """Return how many more rows, up to `most`, a draft is worth in a step of `rows` and `expected` tokens."""
         gain, seconds = 1.0, self.times.seconds(rows)
+        has_states = self._state.budget.state_pages > 0
         for count in range(most):
             gain *= rate
             longer = self.times.seconds(rows + count + 1)
-            if gain * seconds <= (longer - seconds) * expected:
+            again = gain if has_states else 0.0  # expected rows that repeat the draft in the next step
+            if gain * seconds <= (1.0 + again) * (longer - seconds) * expected:
                 return count
             expected += gain
             seconds = longer
         return most
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        """Return up to `count` tokens that `sequence` may continue with, after its last token, PENDING or not."""
+        """Return up to `count` tokens that `sequence` may continue with, after its last token, PENDING or not. If the
+        head drafts, they are PENDING until the head has drafted them.
+        """
+        if self.head is not None:
+            return [PENDING] * count
         token_ids = sequence.token_ids
         unknown = int(token_ids[-1] == PENDING)
         lookup = self._drafter(sequence).lookup
@@ -107,11 +144,11 @@ class Speculation:
 
     def _with_pages(self, sequence: Sequence, drafts: list[int]) -> tuple[int, ...]:
         """Take the pages for `drafts`; return the drafts that have pages."""
-        size, held = self._state.budget.block_size, len(sequence.token_ids)
-        missing = self._state.budget.pages_for(held + len(drafts)) - len(sequence.pages)
+        budget, held = self._state.budget, len(sequence.token_ids)
+        missing = budget.pages_for(held + len(drafts)) - len(sequence.pages)
         if missing > 0 and self._state.memory.num_spare >= missing:
             self._state.extend(sequence, held + len(drafts))
-        return tuple(drafts[: len(sequence.pages) * size - held])
+        return tuple(drafts[: budget.tokens_in(len(sequence.pages)) - held])
 
     def _drafter(self, sequence: Sequence) -> Drafter:
         if sequence.drafter is None:
