@@ -134,7 +134,8 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
             "PASS_BLOCK": BLOCK if source.dtype == torch.float32 else 2 * BLOCK,
             "ROUNDS": ROUNDS[source.dtype],
         }
-        launches.append(Launch(_finish, (rows,), finish | of_source, num_warps=32, num_stages=1))
+        # A thread of 32 warps has 64 registers at most, too few for its part of a block.
+        launches.append(Launch(_finish, (rows,), finish | of_source, num_warps=16, num_stages=1))
     return launches
 
 
