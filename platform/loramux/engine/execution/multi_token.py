@@ -1,8 +1,8 @@
 """The base's own head for multi-token prediction (MTP) as a source of drafts.
 
 Some bases are published with one more decoder layer, which was trained to predict the token after the next one
-(DeepSeek-V3, 2024). transformers leaves its weights out. With x the tokens and h the hidden states after the base's
-last norm, the head computes
+(arXiv 2412.19437). transformers leaves its weights out. With x the tokens and h the hidden states after the base's last
+norm, the head computes
 
     u[t] = fc(concat(norm_e(embedding(x[t])), norm_h(h[t - 1])))         a pair for each t >= 1
     g[t] = norm(layer(u[t]))                                             attends to the pairs 1 .. t
