@@ -102,7 +102,7 @@ def test_start_on_an_unknown_host_is_refused(base_dir: Path, tmp_path: Path) -> 
 def test_start_without_its_database_is_refused(base_dir: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    records = f'url = "postgresql://loramux:secret@127.0.0.1:{port}/loramux"'
+    records = f'url = "postgresql://loramux:secret@127.0.0.1:{port}/loramux"\nstart_seconds = 0'
     done = start(tmp_path, config=settings(base_dir, tmp_path, records=records))
     assert_refused(done, "database", str(port))
     assert "secret" not in done.stderr

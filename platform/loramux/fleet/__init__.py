@@ -2,7 +2,6 @@
 after an engine's death, and restarts.
 
     group                           the engines of a base: requests go on when one of them dies
-    runs                            a request over its engines
     member                          one engine over its lives
     launching   ray_driver          processes, engines that listen elsewhere, actors of Ray
     serving     sessions            the engine's end of a channel between machines
