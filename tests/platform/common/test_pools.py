@@ -39,6 +39,7 @@ WITHOUT_SHARES = {
     ("loramux/server/trainer.py", "to_thread"): "the start of a trainer",
     ("loramux/training/trainer.py", "to_thread"): "the trainer's process, in which no request waits",
     ("loramux/serving/lifecycle.py", "to_thread"): "the start of a base, which an operator orders",
+    ("loramux/serving/known_bases.py", "to_thread"): "the check of a base that an operator adds",
     ("loramux_api/app.py", "to_thread"): "the end of a server",
     ("loramux_api/cli/measuring.py", "to_thread"): "a command that measures; no server",
     ("loramux_api/workers.py", "ThreadPoolExecutor"): "a thread for each worker, which waits for its end",
