@@ -48,7 +48,7 @@ def test_compile_check_variants_compile_without_a_spill(
         assert all(result["shared_bytes"] <= SHARED_BYTES[arch] for result in variants.values())
     kernels = {result["kernel"] for result in results}
     assert {"_shrink_rows", "_shrink_tiles", "_expand_rows", "_expand_tiles", "_attend"} <= kernels
-    assert {"_write_kv", "_scan", "_finish", "_count", "_penalise", "_bias"} <= kernels
+    assert {"_write_kv", "_scan", "_finish", "_steer", "_bias", "_insert_tokens"} <= kernels
     assert {result["overwrites"] for result in results} == {False}, "no operand is overwritten while it is read"
     assert [result for result in results if result["unset_registers"]] == []
     for result in results:

@@ -63,6 +63,8 @@ def packed_inputs() -> StepInputs:
 class NoAdapters:
     """Stands in for a bank: nothing is resident."""
 
+    pool = torch.empty(0)
+
     def serving(self, segments, extras, kv_slots):
         return torch.inference_mode()
 
