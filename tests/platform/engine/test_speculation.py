@@ -297,6 +297,8 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=8,
 )
+LONGEST_PAGES = 12
+"""Pages of four tokens of the longest of `REQUESTS`, with its invocation."""
 
 
 class Ledger:
@@ -326,20 +328,20 @@ class Ledger:
 @given(
     requests=REQUESTS,
     seed=st.integers(0, 1000),
-    pages=st.integers(12, 30),
+    spare_pages=st.integers(0, 18),
     swaps=st.booleans(),
     preempt_every=st.sampled_from([1000, 3, 5]),
     cancelled=st.sets(st.integers(0, 7), max_size=2),
     state_pages=st.sampled_from([0, 2]),
 )
 def test_drafts_change_no_answer_and_no_charge_and_leave_no_page(
-    requests, seed, pages, swaps, preempt_every, cancelled, state_pages
+    requests, seed, spare_pages, swaps, preempt_every, cancelled, state_pages
 ) -> None:
     """Every row reads only KV and states of the tokens before it (`KvOracle`), whatever is preempted, swapped, cached
     or cancelled."""
     host = ManualHost(8, 4) if swaps else None
     harness = Harness(
-        pages,
+        LONGEST_PAGES + state_pages + spare_pages,
         policy=Policy(prefix_cache=True, max_draft_tokens=5),
         pace=(0.01, 0.001),
         host=host,
