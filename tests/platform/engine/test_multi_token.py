@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,17 @@ from loramux.engine.scheduling.sequence import Sequence
 from loramux_adapters.base import describe_base
 from loramux_adapters.sharding import Sharding
 
-FAMILIES = ["qwen3_5", "qwen3_next", "qwen3_5_moe"]
+FAMILIES = {
+    "qwen3_5": {},
+    "qwen3_5 without states": {"layer_types": ["full_attention"] * 5},
+    "qwen3_next": {},
+    "qwen3_5_moe": {},
+    "glm4_moe": {"attention_bias": True},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+    "ernie4_5_moe": {},
+}
+"""Fields of configs, by family."""
 ADAPTERS = {
     "plain": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
     "narrow": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj"]},
@@ -37,29 +48,31 @@ PROMPTS = [tuple(random.Random(seed).randrange(3, 97) for _ in range(12)) for se
 TRAINED = [Asked(f"t{i}", None, prompt, 48) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_5 without states"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """A base with a head of random weights."""
-    family, _, without = request.param.partition(" without ")
-    changes = {"layer_types": ["full_attention"] * 5} if without else {}
-    made = Zoo(family, tmp_path_factory.mktemp(family), **changes)
-    for seed, (name, recipe) in enumerate(ADAPTERS.items()):
-        made.make_adapter(name, recipe, seed)
-    ReferenceHead.random(base_of(made.base), seed=1).save(made.base, one_by_one=family == "qwen3_next")
+    family = request.param.partition(" ")[0]
+    made = with_adapters(Zoo(family, tmp_path_factory.mktemp(family), **FAMILIES[request.param]))
+    head = ReferenceHead.random(base_of(made.base), seed=1)
+    head.save(made.base, one_by_one=family not in ("qwen3_5_moe", "glm4_moe_lite"), with_copies=family == "deepseek_v3")
     return made
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+@pytest.fixture(scope="module", params=["qwen3_5", "deepseek_v3"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """A base whose head was trained on the base's own answers to PROMPTS."""
-    made = Zoo("qwen3_5", tmp_path_factory.mktemp("trained"))
-    for seed, (name, recipe) in enumerate(ADAPTERS.items()):
-        made.make_adapter(name, recipe, seed)
+    made = with_adapters(Zoo(request.param, tmp_path_factory.mktemp("trained")))
     model = base_of(made.base)
     head = ReferenceHead.random(model, seed=2)
     assert train(head, model, [[*one.prompt, *made.answer(one)] for one in TRAINED], steps=400) < 0.2
     head.save(made.base)
     return made
+
+
+def with_adapters(zoo: Zoo) -> Zoo:
+    for seed, (name, recipe) in enumerate(ADAPTERS.items()):
+        zoo.make_adapter(name, recipe, seed)
+    return zoo
 
 
 def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
@@ -111,7 +124,7 @@ def check_drafts(zoo: Zoo, drafted: Drafted) -> None:
     """Compare every draft with the reference, on hidden states of transformers and PEFT."""
     model = zoo._reference
     assert model is not None
-    reference = ReferenceHead(base_of(zoo.base), head_weights(zoo.base))
+    reference = ReferenceHead.read(base_of(zoo.base), zoo.base)
     assert drafted.seen
     for digest, token_ids, drafts, logits in drafted.seen:
         if digest is None:
@@ -123,22 +136,6 @@ def check_drafts(zoo: Zoo, drafted: Drafted) -> None:
         expected, expected_logits = reference.drafts(token_ids, hidden, len(drafts))
         torch.testing.assert_close(logits.float(), expected_logits, atol=2e-3, rtol=1e-3)
         assert drafts == expected
-
-
-def head_weights(base: Path) -> dict[str, torch.Tensor]:
-    """The head's weights of a checkpoint, with stacked experts."""
-    found = {
-        k.removeprefix("mtp."): v for k, v in load_file(base / "model.safetensors").items() if k.startswith("mtp.")
-    }
-    experts = "layers.0.mlp.experts."
-    if f"{experts}0.down_proj.weight" in found:
-        count = len([name for name in found if name.endswith(".down_proj.weight") and name.startswith(experts)])
-        gate, up, down = (
-            torch.stack([found.pop(f"{experts}{i}.{side}_proj.weight") for i in range(count)])
-            for side in ("gate", "up", "down")
-        )
-        found |= {f"{experts}gate_up_proj": torch.cat((gate, up), dim=1), f"{experts}down_proj": down}
-    return found
 
 
 @pytest.mark.parametrize("block_size", [16, 37])
@@ -264,21 +261,31 @@ def test_constrained_answers_with_a_head_are_those_without(tmp_path: Path) -> No
     assert stats.preemptions > 0
 
 
-def without_head(base: Path) -> None:
+def rewrite(base: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     path = base / "model.safetensors"
-    save_file({k: v for k, v in load_file(path).items() if not k.startswith("mtp.")}, path, {"format": "pt"})
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+HEADS = re.compile(r"mtp\.|model\.(mtp_|layers\.3\.)")
+
+
+def without_head(base: Path) -> None:
+    rewrite(base, lambda tensors: {name: tensor for name, tensor in tensors.items() if not HEADS.match(name)})
 
 
 def with_scales(base: Path) -> None:
-    path = base / "model.safetensors"
-    save_file(load_file(path) | {"mtp.fc.weight_scale": torch.ones(1)}, path, {"format": "pt"})
+    def add(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        linear = next(name for name in tensors if HEADS.match(name) and name.endswith("o_proj.weight"))
+        return tensors | {f"{linear}_scale": torch.ones(1)}
+
+    rewrite(base, add)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_head, r"has no weights of a head for multi-token prediction \(mtp\.\*\)"),
-        (with_scales, r"other weights than this family's \(fc\.weight_scale\): quantized heads"),
+        (without_head, r"has no weights of a head for multi-token prediction \((mtp|model\.layers\.3)\.\*\)"),
+        (with_scales, r"other weights than this family's \(layers\.0\.self_attn\.o_proj\.weight_scale\): heads of"),
     ],
 )
 def test_checkpoint_without_a_servable_head_is_refused_with_the_way_out(
@@ -314,8 +321,9 @@ def test_pages_weights_and_the_plan_before_loading_count_the_head(trained: Zoo, 
         heads[speculation] = plan, loaded.weight_bytes
     (without, weights), (plan, with_weights) = heads["off"], heads["mtp"]
     width = 1 if kv_cache_dtype == "fp8" else 4
-    assert plan.page_bytes - without.page_bytes == pytest.approx(64 * 2 * 2 * 24 * width + 64 * 4, abs=32)
-    own = sum(weight.numel() for weight in head_weights(trained.base).values())
+    token = 48 + 8 if trained.family == "deepseek_v3" else 2 * 2 * 24
+    assert plan.page_bytes - without.page_bytes == pytest.approx(64 * token * width + 64 * 4, abs=32)
+    own = sum(weight.numel() for weight in ReferenceHead.read(base_of(trained.base), trained.base).weights.values())
     assert plan.weight_bytes - without.weight_bytes == 4 * own
     assert 0 < with_weights - weights <= 4.2 * own
 
