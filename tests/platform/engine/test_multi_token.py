@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -14,8 +15,9 @@ import pytest
 import torch
 from adapter_zoo import Asked, Zoo, load, make_engine, serve, to_request
 from llguidance import LLMatcher
-from multi_token_reference import ReferenceHead, base_of, states_of, train
+from multi_token_reference import MATRICES, ReferenceHead, base_of, states_of, train
 from preempting import preempting
+from quantized_zoo import CHECKPOINTS, QuantizedZoo
 from safetensors.torch import load_file, save_file
 from tiny_base import byte_tokenizer
 
@@ -78,12 +80,17 @@ def with_adapters(zoo: Zoo) -> Zoo:
 def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
     """An engine whose head drafts in every step, as many tokens as a seed says."""
     engine = zoo.engine(speculation="mtp", max_draft_tokens=4, **settings)
+    always_drafts(engine, seed)
+    return engine
+
+
+def always_drafts(engine: Engine, seed: int = 0) -> None:
+    """Let a head draft in every step, as many tokens as a seed says."""
     rng, speculation = random.Random(seed), engine.scheduler.speculation
     speculation.times = cast(
         Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
     )
     speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
-    return engine
 
 
 class Drafted:
@@ -92,7 +99,7 @@ class Drafted:
     def __init__(self, engine: Engine) -> None:
         self.seen: list[tuple[str | None, list[int], list[int], torch.Tensor]] = []
         head = cast(Any, engine.scheduler.speculation.head)
-        self._draft, output = head.draft, head._forward.model.get_output_embeddings()
+        self._draft, output = head.draft, head.head.lm_head or head._forward.model.get_output_embeddings()
         self._rows: list[torch.Tensor] = []
         output.register_forward_hook(lambda _module, _inputs, logits: self._rows.append(logits.clone()))
         head.draft = self.draft
@@ -122,15 +129,14 @@ def some_requests(seed: int = 0, count: int = 10) -> list[Asked]:
 
 def check_drafts(zoo: Zoo, drafted: Drafted) -> None:
     """Compare every draft with the reference, on hidden states of transformers and PEFT."""
-    model = zoo._reference
-    assert model is not None
-    reference = ReferenceHead.read(base_of(zoo.base), zoo.base)
+    model, base = zoo._reference, base_of(zoo.base)
+    reference = ReferenceHead.read(base, zoo.base)
     assert drafted.seen
     for digest, token_ids, drafts, logits in drafted.seen:
         if digest is None:
-            with model.disable_adapter():
-                hidden = states_of(model, token_ids)
+            hidden = states_of(base, token_ids)
         else:
+            assert model is not None
             model.set_adapter(digest.removeprefix("sha256:"))
             hidden = states_of(model, token_ids)
         expected, expected_logits = reference.drafts(token_ids, hidden, len(drafts))
@@ -153,6 +159,100 @@ def test_head_in_chunks_after_cached_prefixes_and_preempted_drafts_as_the_refere
     assert stats.cached_tokens > 0
     assert stats.pages_kv == 0
     assert {digest for digest, *_ in drafted.seen} == {None, *(f"sha256:{name}" for name in ADAPTERS)}
+    check_drafts(zoo, drafted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_head_that_does_not_draft_is_left_out_of_the_base_and_its_plan(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
+    """Also if transformers knows no head after as many layers."""
+    engine = zoo.engine(tensor_parallel_size=ranks)
+    try:
+        asked = some_requests(count=3)
+        assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
+    finally:
+        engine.close()
+    shutil.copytree(zoo.base, tmp_path / "base")
+    without_head(tmp_path / "base")
+    plans = []
+    for base in (zoo.base, tmp_path / "base"):
+        _, settings = load(base)
+        sharding = Sharding(read_config(base), ranks)
+        plans.append(plan_memory(base, describe_base(base), sharding, 4, 4 << 20, settings.engine))
+    assert plans[0] == plans[1]
+
+
+def one_layer_head(root: Path) -> tuple[Zoo, ReferenceHead]:
+    zoo = with_adapters(Zoo("glm4_moe", root))
+    return zoo, ReferenceHead.random(base_of(zoo.base), seed=5)
+
+
+def test_head_with_its_own_embedding_and_output_matrix_drafts_by_them(tmp_path: Path) -> None:
+    zoo, head = one_layer_head(tmp_path)
+    generator = torch.Generator().manual_seed(6)
+    head.weights |= {name: torch.randn(head.embedding.shape, generator=generator) / 8 for name in MATRICES}
+    head.save(zoo.base)
+    engine = mtp_engine(zoo)
+    drafted, asked = Drafted(engine), some_requests(count=4)
+    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
+    check_drafts(zoo, drafted)
+
+
+def test_copies_of_the_bases_matrices_take_no_memory(tmp_path: Path) -> None:
+    zoo, head = one_layer_head(tmp_path)
+    taken = []
+    for with_copies in (False, True):
+        head.save(zoo.base, with_copies=with_copies)
+        loaded, settings = load(zoo.base, speculation="mtp")
+        sharding = Sharding(read_config(zoo.base), 1)
+        plan = plan_memory(zoo.base, describe_base(zoo.base), sharding, 4, 4 << 20, settings.engine)
+        taken.append((loaded.weight_bytes, plan.weight_bytes))
+    assert taken[0] == taken[1]
+
+
+def test_first_of_several_heads_drafts_all_tokens(tmp_path: Path) -> None:
+    zoo, head = one_layer_head(tmp_path)
+    ReferenceHead.random(base_of(zoo.base), seed=7).save(zoo.base)
+    rewrite(zoo.base, lambda tensors: {name.replace("layers.3.", "layers.4."): one for name, one in tensors.items()})
+    head.save(zoo.base)
+    engine = mtp_engine(zoo)
+    drafted, asked = Drafted(engine), some_requests(count=4)
+    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
+    check_drafts(zoo, drafted)
+
+
+def test_layer_beyond_the_config_that_is_no_head_is_refused(tmp_path: Path) -> None:
+    zoo, head = one_layer_head(tmp_path)
+    head.save(zoo.base)
+    path = zoo.base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2}))
+    with pytest.raises(UnsupportedModel, match=r"for which its config.json has no place: model.layers.2\."):
+        zoo.engine()
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+@pytest.mark.parametrize(("family", "checkpoint"), [("qwen3_5", "fp8 blocks"), ("deepseek_v3", "packed int4")])
+def test_head_of_a_quantized_base_drafts_by_its_codes_or_unquantized(
+    tmp_path: Path, family: str, checkpoint: str, is_coded: bool
+) -> None:
+    zoo = QuantizedZoo(family, tmp_path, (), checkpoint)
+    head = ReferenceHead.random(base_of(zoo.base), seed=8)
+    codes: dict[str, torch.Tensor] = {}
+    for name, weight in [*head.weights.items()] if is_coded else []:
+        if name.startswith("layers.0.") and weight.ndim == 2 and "gate.weight" not in name:
+            stored, head.weights[name] = CHECKPOINTS[checkpoint][1](weight)
+            linear = head.stored_name(name, head.config.num_hidden_layers).removesuffix(".weight")
+            codes |= {f"{linear}.{part}": tensor.contiguous() for part, tensor in stored.items()}
+    head.save(zoo.base)
+    head.save(zoo.quantized)
+    linears = {name.rpartition(".")[0] for name in codes}
+    rewrite(zoo.quantized, lambda held: {n: t for n, t in held.items() if n.rpartition(".")[0] not in linears} | codes)
+    assert bool(codes) == is_coded
+    asked = [Asked(f"r{i}", None, prompt, 8) for i, prompt in enumerate(PROMPTS[:3])]
+    plain = make_engine(zoo.quantized)
+    engine = make_engine(zoo.quantized, speculation="mtp", max_draft_tokens=4)
+    always_drafts(engine)
+    drafted = Drafted(engine)
+    assert serve(zoo, engine, asked) == serve(zoo, plain, asked) == {one.name: zoo.answer(one) for one in asked}
     check_drafts(zoo, drafted)
 
 
