@@ -20,12 +20,13 @@ from preempting import preempting
 from quantized_zoo import CHECKPOINTS, QuantizedZoo
 from safetensors.torch import load_file, save_file
 from tiny_base import byte_tokenizer
+from transformers.modeling_layers import MtpModel
 
 from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.checkpoint import read_config
+from loramux.engine.execution.checkpoint import load_checkpoint, read_config
 from loramux.engine.execution.memory_plan import plan_memory
-from loramux.engine.execution.multi_token import refuse_head
+from loramux.engine.execution.multi_token import MultiTokenHead, refuse_head
 from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence
 from loramux_adapters.base import describe_base
@@ -179,6 +180,37 @@ def test_head_that_does_not_draft_is_left_out_of_the_base_and_its_plan(zoo: Zoo,
         sharding = Sharding(read_config(base), ranks)
         plans.append(plan_memory(base, describe_base(base), sharding, 4, 4 << 20, settings.engine))
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_reference_computes_what_transformers_own_heads_do(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Zoo(family, tmp_path)
+    ReferenceHead.random(base_of(made.base), seed=3).save(made.base, one_by_one=True)
+    model = base_of(made.base)
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    theirs = MtpModel.from_pretrained(model).eval()
+    tokens = list(PROMPTS[0])
+    hidden = states_of(model, tokens)[:-1]
+    with torch.no_grad():
+        places, ids = torch.arange(1, len(tokens))[None], torch.tensor([tokens[1:]])
+        expected = theirs.forward_layer(0, hidden[None], places, None, input_ids=ids)[0]
+    reference = ReferenceHead.read(model, made.base)
+    torch.testing.assert_close(
+        reference.results(reference.embedding[tokens[1:]], hidden), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_routers_of_a_head_have_the_dtypes_of_the_bases(tmp_path: Path) -> None:
+    zoo = Zoo("deepseek_v3", tmp_path, torch.bfloat16)
+    ReferenceHead.random(base_of(zoo.base)).save(zoo.base, torch.bfloat16)
+    model = load_checkpoint(zoo.base, "bfloat16", torch.device("cpu"))
+    head: Any = MultiTokenHead.load(model, zoo.base)
+    layers = model.get_decoder().layers[-1], head.layers[0]
+    of_base, own = ({name: one.dtype for name, one in layer.state_dict().items()} for layer in layers)
+    assert own == of_base
+    assert {own["mlp.gate.weight"], own["self_attn.o_proj.weight"]} == {torch.float32, torch.bfloat16}
 
 
 def one_layer_head(root: Path) -> tuple[Zoo, ReferenceHead]:
