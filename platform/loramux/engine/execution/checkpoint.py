@@ -124,9 +124,8 @@ def load_checkpoint(
         _settle_encoder(model, encoder, report, has_head=is_classifier(config.to_dict()))
     if is_part:
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not reads_other_inputs(name)}
-    report["unexpected_keys"] = (
-        set(report["unexpected_keys"]) - tensors_of_heads(config, report["unexpected_keys"]).keys()
-    )
+    unexpected = set(report["unexpected_keys"])
+    report["unexpected_keys"] = unexpected - tensors_of_heads(config, unexpected).keys()
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32

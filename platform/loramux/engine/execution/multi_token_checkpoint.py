@@ -92,7 +92,9 @@ class StoredHead:
             raise UnsupportedModel(f"{name} of the head for multi-token prediction {error}") from error
         return held
 
-    def read(self, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype, without: Collection[str]) -> Weights:
+    def read(
+        self, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype, without: Collection[str]
+    ) -> dict[str, torch.Tensor]:
         """Read the tensors, in `dtypes` by their names or else in `dtype`; of the linears `without`, biases alone."""
         found = {
             # A copy, because a tensor keeps its whole file in memory.
@@ -102,9 +104,6 @@ class StoredHead:
         }
         _stack_experts(found)
         return found
-
-
-Weights = dict[str, torch.Tensor]
 
 
 def _linear_of(part: str, linears: Collection[str]) -> str | None:
@@ -133,15 +132,17 @@ def _are_equal(one: Place, other: Place) -> bool:
         return all(torch.equal(rows(a, start), rows(b, start)) for start in range(0, shape[0], COMPARED_ROWS))
 
 
-def _stack_experts(tensors: Weights) -> None:
-    """Stack the weights of experts that were saved one by one, as transformers does for the base's."""
+def _stack_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Stack the weights of experts that were saved one by one, as transformers does for the base's; none if one is
+    absent."""
     prefix = "layers.0.mlp.experts."
     count = len({name.split(".")[4] for name in tensors if name.startswith(prefix) and name.endswith(".weight")})
-    if not count:
+    names = {
+        projection: [f"{prefix}{expert}.{projection}.weight" for expert in range(count)]
+        for projection in ("gate_proj", "up_proj", "down_proj")
+    }
+    if not count or any(name not in tensors for group in names.values() for name in group):
         return
-
-    def take(projection: str) -> torch.Tensor:
-        return torch.stack([tensors.pop(f"{prefix}{expert}.{projection}.weight") for expert in range(count)])
-
-    tensors[f"{prefix}gate_up_proj"] = torch.cat((take("gate_proj"), take("up_proj")), dim=1)
-    tensors[f"{prefix}down_proj"] = take("down_proj")
+    gate, up, down = (torch.stack([tensors.pop(name) for name in group]) for group in names.values())
+    tensors[f"{prefix}gate_up_proj"] = torch.cat((gate, up), dim=1)
+    tensors[f"{prefix}down_proj"] = down
