@@ -138,7 +138,7 @@ class MultiTokenForm:
     """
 
     location: str
-    """The names of the first head's tensors, for messages; `{layers}` stands for the number of the base's layers."""
+    """The names of the first head's tensors, as messages show them. `{layers}` is the number of the base's layers."""
     parts: Mapping[str, str]
     """Beginnings of the names of `MultiTokenHead`'s parts, by patterns of the names in checkpoints; the first pattern
     that fits counts. Its group is the head's number."""

@@ -33,7 +33,7 @@ class ReferenceHead:
 
     norms = NORMS
     norm_weights_from = 1.0
-    """What a norm's weight is counted from: the factor is the sum."""
+    """Number to which a norm's weight is added to give the factor."""
 
     def __init__(self, model: Any, weights: dict[str, Tensor]) -> None:
         self.config = model.config.get_text_config()
