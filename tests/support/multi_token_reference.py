@@ -21,8 +21,8 @@ from torch.nn import functional
 FILE = "model.safetensors"
 Shapes = dict[str, tuple[int, ...]]
 LAYER = "layers.0."
-NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", f"{LAYER}input_layernorm")
-NORMS += (f"{LAYER}post_attention_layernorm",)
+NORMS: tuple[str, ...] = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+NORMS += (f"{LAYER}input_layernorm", f"{LAYER}post_attention_layernorm")
 MATRICES = ("embed_tokens.weight", "lm_head.weight")
 """A head's own embedding and output matrix, if it has them."""
 
