@@ -272,6 +272,17 @@ def families_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def heads_table() -> str:
+    """Return the table of heads for multi-token prediction in docs/models.md."""
+    by_location: dict[str, list[str]] = {}
+    for family in model_families.FAMILIES.values():
+        text = model_families.family_of_text(family.text_type or family.model_type)
+        if text.multi_token is not None and text.multi_token.is_served:
+            by_location.setdefault(text.multi_token.location, []).append(family.model_type)
+    rows = (f"| {', '.join(names)} | `{location}` |" for location, names in by_location.items())
+    return "\n".join(["| `model_type` | names of the head's tensors |", "|---|---|", *rows]) + "\n"
+
+
 def encoders_table() -> str:
     """Return the table of encoders in docs/models.md."""
     lines = ["| `model_type` | a classifier reads | trained with an adapter |", "|---|---|---|"]
@@ -370,6 +381,7 @@ PAGES = {"metrics.md": metrics_page, "settings.md": settings_page}
 TABLES = {
     "models.md": {
         "families": families_table,
+        "heads": heads_table,
         "encoders": encoders_table,
         "refused": refused_table,
         "sampling": sampling_table,

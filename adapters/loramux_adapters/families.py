@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,9 +68,6 @@ transformers registers them; see `ExpertForm.is_transposed`."""
 
 UNGATED_PARAMETERS = ("up_proj", "down_proj")
 """The same for experts without a gate."""
-
-MTP_PREFIX = "mtp."
-"""Beginning of the names of the tensors of a head for multi-token prediction."""
 
 LATENT_EXPANSION = "kv_b_proj"
 """The linear that makes keys and values of a compressed KV, in families of latent attention (MLA)."""
@@ -134,6 +131,33 @@ class ImageForm:
 
 
 @dataclass(frozen=True, slots=True)
+class MultiTokenForm:
+    """The head for multi-token prediction (MTP) of a family: one more decoder layer, as checkpoints name its parts.
+
+    Its projection reads a token's embedding first, and then the hidden state. A checkpoint may have several heads.
+    """
+
+    location: str
+    """The names of the first head's tensors, as messages show them. `{layers}` is the number of the base's layers."""
+    parts: Mapping[str, str]
+    """Beginnings of the names of `MultiTokenHead`'s parts, by patterns of the names in checkpoints; the first pattern
+    that fits counts. Its group is the head's number."""
+    ends_with_base_norm: bool = False
+    """True if the head has no norm after its layer, and the base's last norm takes its place."""
+    is_served: bool = True
+    """False: the head's weights are ignored."""
+
+    def part_of(self, name: str, num_layers: int) -> tuple[int, str] | None:
+        """Return the head to which the tensor `name` belongs, from 0, and its name there; None: it belongs to none."""
+        for pattern, part in self.parts.items():
+            if found := re.match(pattern, name):
+                first = num_layers if "{layers}" in self.location else 0
+                head = int(found[1]) - first if found.groups() else 0
+                return (head, part + name[found.end() :]) if head >= 0 else None
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One model family."""
 
@@ -168,9 +192,8 @@ class Family:
     peft_refuses_out_proj: bool = False
     """True if PEFT refuses pairs on `out_proj`, by the base's `model_type`: a fused kernel for training reads only the
     weight. On a CPU transformers calls the linear."""
-    has_multi_token_head: bool = False
-    """True if checkpoints may have a head for multi-token prediction, with names that begin with `mtp.`, that is
-    served. If it is published, it has one layer with attention, like the base's."""
+    multi_token: MultiTokenForm | None = None
+    """The head for multi-token prediction that checkpoints may have; None: the family has none."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
@@ -244,6 +267,31 @@ HYBRID_SIBLINGS = (
     frozenset(("in_proj_qkvz", "in_proj_ba")),
 )
 DELTA_NET = StateForm("linear_attn")
+QWEN_HEAD = MultiTokenForm("mtp.*", {r"mtp\.": ""})
+IGNORED_HEAD = replace(QWEN_HEAD, is_served=False)
+NEXT_LAYER = r"model\.layers\.(\d+)\."
+LAYER_HEAD = MultiTokenForm(
+    "model.layers.{layers}.*",
+    {
+        NEXT_LAYER + r"enorm\.": "pre_fc_norm_embedding.",
+        NEXT_LAYER + r"hnorm\.": "pre_fc_norm_hidden.",
+        NEXT_LAYER + r"eh_proj\.": "fc.",
+        NEXT_LAYER + r"shared_head\.norm\.": "norm.",
+        NEXT_LAYER + r"shared_head\.head\.": "lm_head.",  # usually a copy of the base's, as the next
+        NEXT_LAYER + r"embed_tokens\.": "embed_tokens.",
+        NEXT_LAYER: "layers.0.",
+    },
+)
+ERNIE_HEAD = MultiTokenForm(
+    "model.mtp_*",
+    {
+        r"model\.mtp_emb_norm\.(\d+)\.": "pre_fc_norm_embedding.",
+        r"model\.mtp_hidden_norm\.(\d+)\.": "pre_fc_norm_hidden.",
+        r"model\.mtp_linear_proj\.(\d+)\.": "fc.",
+        r"model\.mtp_block\.(\d+)\.": "layers.0.",
+    },
+    ends_with_base_norm=True,
+)
 M_ROPE = ImageForm()
 
 ROWS = (
@@ -285,29 +333,29 @@ ROWS = (
         "gpt_oss",
         experts=ExpertForm("router", is_transposed=True, alternates_gate_and_up=True, is_published_in_mxfp4=True),
     ),
-    Family("glm4_moe", fuses_layers=True, experts=ExpertForm()),
+    Family("glm4_moe", fuses_layers=True, experts=ExpertForm(), multi_token=LAYER_HEAD),
     Family("granitemoe", experts=ExpertForm("router")),
     Family("granitemoeshared", experts=ExpertForm("router")),
     Family("olmoe", experts=ExpertForm(), cut="heads and norms over all heads", derives_head_width=True),
     Family("phimoe", experts=ExpertForm("router"), recomputes_rope=True),
-    Family("ernie4_5_moe", experts=ExpertForm()),
+    Family("ernie4_5_moe", experts=ExpertForm(), multi_token=ERNIE_HEAD),
     Family("dots1", fuses_layers=True, experts=ExpertForm()),
     Family("deepseek_v2", experts=ExpertForm(), cut="latent heads"),
-    Family("deepseek_v3", experts=ExpertForm(), cut="latent heads"),
-    Family("glm4_moe_lite", experts=ExpertForm(), cut="latent heads"),
+    Family("deepseek_v3", experts=ExpertForm(), cut="latent heads", multi_token=LAYER_HEAD),
+    Family("glm4_moe_lite", experts=ExpertForm(), cut="latent heads", multi_token=LAYER_HEAD),
     Family("minimax_m2", fuses_layers=True, experts=ExpertForm(), cut="heads and norms over all heads"),
     Family("solar_open", fuses_layers=True, experts=ExpertForm()),
-    Family("exaone_moe", experts=ExpertForm()),  # rotates in some layers
+    Family("exaone_moe", experts=ExpertForm(), multi_token=IGNORED_HEAD),  # rotates in some layers
     Family("granitemoe_swa", experts=ExpertForm("router")),
     Family("cohere2_moe", experts=ExpertForm()),
-    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states=DELTA_NET, has_multi_token_head=True),
+    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states=DELTA_NET, multi_token=QWEN_HEAD),
     Family(
         "qwen3_next",
         same_input=HYBRID_SIBLINGS,
         experts=ExpertForm(),
         cut="key heads",
         states=DELTA_NET,
-        has_multi_token_head=True,
+        multi_token=QWEN_HEAD,
     ),
     Family(
         "qwen3_5_moe_text",
@@ -315,7 +363,7 @@ ROWS = (
         experts=ExpertForm(),
         cut="key heads",
         states=DELTA_NET,
-        has_multi_token_head=True,
+        multi_token=QWEN_HEAD,
     ),
     # Granite 4; some sizes have attention in every layer, and no states
     Family("granitemoehybrid", experts=ExpertForm("router", is_optional=True), states=StateForm("mamba", "mamba 2")),
@@ -329,6 +377,7 @@ ROWS = (
         experts=ExpertForm(is_optional=True),
         states=StateForm("mixer", "mamba 2"),
         peft_refuses_out_proj=True,
+        multi_token=IGNORED_HEAD,
     ),
     Family(
         "gemma3",
@@ -477,3 +526,17 @@ def family_of_text(model_type: str) -> Family:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     return next((row for row in FAMILIES.values() if row.text_type == model_type), Family(model_type))
+
+
+def tensors_of_heads(config: PretrainedConfig, names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Return the tensors, of the `names` in a checkpoint, of its heads for multi-token prediction: the head's number
+    and the tensor's name there.
+
+    A layer after the base's last one is a head if it has a projection; other layers are none.
+    """
+    if (form := family_of(config).multi_token) is None:
+        return {}
+    num_layers = config.get_text_config().num_hidden_layers
+    found = {name: part for name in names if (part := form.part_of(name, num_layers)) is not None}
+    heads = {head for head, part in found.values() if part.startswith("fc.")}
+    return {name: part for name, part in found.items() if part[0] in heads or not form.is_served}

@@ -27,10 +27,12 @@ The modules, each importing only those below it or in its row:
     rank_team   rank_worker                   several processes, each with a share of the weights
     assembly                                  linears that serve adapters, fused layers, the pool
     gpu_runner   cuda_graphs   step_buffers   steps on a GPU
+    multi_token                               drafts of the base's own head
     runner                                    packing, the forward, pooling; steps on a CPU
     sampler   device_sampler   constraints    choosing tokens, on the host and on the device
     memory_plan                               what fits the device, before the weights are read
     checkpoint                                a transformers model, refused where it would be served wrong
+    multi_token_checkpoint                    the head that drafts, in a checkpoint
     quantized_checkpoint                      linears that are saved as codes
     sharded_checkpoint                        the part of a checkpoint that one rank reads
     attention   states   fused_layers         layers over the page pool

@@ -189,7 +189,7 @@ def assemble_share(
     weights = install(model, base, bank, packing, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     if head is not None:
-        head.pack(packing)
+        head.pack(packing, bank)
         weight_bytes += head.num_bytes
     fuse_layers(model, base_layers)
     install_state_layers(model)

@@ -41,7 +41,14 @@ from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_sh
 from loramux_adapters.base import MODEL_LOCK, auto_class, served_config
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.checkpoint_config import is_classifier, refusal_of_config
-from loramux_adapters.families import SWITCHING_ROPES, Encoder, encoder_of, family_of, reads_other_inputs
+from loramux_adapters.families import (
+    SWITCHING_ROPES,
+    Encoder,
+    encoder_of,
+    family_of,
+    reads_other_inputs,
+    tensors_of_heads,
+)
 from loramux_adapters.sharding import is_held_by
 from loramux_kernels.device import multiplies_in_hardware
 
@@ -90,7 +97,7 @@ def load_checkpoint(
     quantized: list[str] = []
     if (stored := format_of(vars(config))) is not None:
         rank = 0 if share is None else share.rank
-        quantized = [name for name in quantized_linears(directory, stored) if is_held_by(rank, name)]
+        quantized = [name for name in quantized_linears(directory, config, stored) if is_held_by(rank, name)]
         form["config"] = loading_config(config, quantized)
         logger.info("%d weights are %s in the checkpoint, and stay so in memory", len(quantized), stored.name)
     progress = progress or LoadingProgress.silent()
@@ -117,6 +124,8 @@ def load_checkpoint(
         _settle_encoder(model, encoder, report, has_head=is_classifier(config.to_dict()))
     if is_part:
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not reads_other_inputs(name)}
+    unexpected = set(report["unexpected_keys"])
+    report["unexpected_keys"] = unexpected - tensors_of_heads(config, unexpected).keys()
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32

@@ -22,12 +22,13 @@ import torch
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.multi_token_checkpoint import StoredHead
 from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears, whole_shape
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
 from loramux_adapters.base import BaseDescription, LinearShape
-from loramux_adapters.families import MTP_PREFIX, reads_other_inputs
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.latent import expansion_elements
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.targets import MAX_ADDED_TOKENS
@@ -230,10 +231,11 @@ def _weight_bytes(
         sizes.update({name: itemsize * one.numel() for name, one in empty_model(sharding).named_parameters()})
     else:
         form = format_of(vars(sharding.config))
-        quantized = () if form is None else quantized_linears(directory, form)
+        quantized = () if form is None else quantized_linears(directory, sharding.config, form)
         with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
-            loaded = {name: one for name, one in tensors.items() if has_head or not name.startswith(MTP_PREFIX)}
-            sizes.update({name: itemsize * math.prod(one.get_shape()) for name, one in loaded.items()})
+            sizes.update({name: itemsize * math.prod(one.get_shape()) for name, one in tensors.items()})
+        if has_head:
+            sizes["head for multi-token prediction"] = StoredHead.of(directory).num_bytes(itemsize)
         shapes = ((name, whole_shape(base, name)) for name in quantized)
         known = {name: shape for name, shape in shapes if shape is not None}  # loading refuses other linears
         for name, num_bytes in held_bytes(directory, known).items():

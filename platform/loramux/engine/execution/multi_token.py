@@ -9,7 +9,8 @@ norm, the head computes
     x'[t + 1] = argmax(lm_head(g[t]))                                    the first draft, if x[t] is the last token
 
 and each further draft from its own output: g[t] in the place of h[t], and x'[t + 1] in the place of x[t + 1]. Embedding
-and output head are the base's, without adapters; the hidden states are those of the row's own adapter.
+and output head are the base's, without adapters, unless the checkpoint has others for the head; the hidden states are
+those of the row's own adapter.
 
 **Memory.** The pair t takes the place of token t in the head's keys and values, which are one more layer of the pages.
 So they depend on the tokens up to t alone, as all KV does, and the prefix cache, swap and preemption keep them like
@@ -33,20 +34,24 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import IMPLEMENTATION, AttentionStep, KvLayout, UnsupportedModel
+from loramux.engine.execution.multi_token_checkpoint import StoredHead
 from loramux.engine.execution.runner import Forward, PackedStep, decoder_of
-from loramux.engine.execution.sharded_checkpoint import safetensors_of
+from loramux.engine.execution.sharded_checkpoint import files_by_key
 from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, Step
-from loramux_adapters.families import MTP_PREFIX, family_of
-from loramux_kernels.packed_linear import PackedLinear, Packing
+from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.base_weights import QuantizedLinear, weight_of
+from loramux_adapters.families import LATENT_EXPANSION, family_of, tensors_of_heads
+from loramux_adapters.latent import LatentLinear, expands_latents, pass_latents
+from loramux_adapters.modules import replace_module
+from loramux_kernels.packed_linear import PackedLinear, Packing, as_multiplied
 from loramux_kernels.paged_attention import write_kv
 from loramux_kernels.tables import AttentionBatch
 
@@ -57,16 +62,17 @@ def refuse_head(settings: Settings, config: PretrainedConfig, device: torch.devi
     """Raise UnsupportedModel if `engine.speculation = "mtp"` cannot be served; nothing but names is read."""
     if settings.engine.speculation != "mtp":
         return
-    directory = Path(settings.model.path)
-    if not family_of(config).has_multi_token_head:
+    directory, form = Path(settings.model.path), family_of(config).multi_token
+    if form is None or not form.is_served:
         reason = f"the engine serves no head for multi-token prediction of {config.model_type}"
     elif device.type != "cpu":
         reason = "the head drafts on CPUs alone: on a GPU a step is planned before its last token is known on the host"
     elif settings.engine.tensor_parallel_size > 1:
         reason = "ranks do not divide the head: engine.tensor_parallel_size = 1 serves it"
-    elif not _tensor_names(directory):
+    elif not tensors_of_heads(config, files_by_key(directory)):
+        location = form.location.format(layers=config.get_text_config().num_hidden_layers)
         reason = (
-            f"{directory} has no weights of a head for multi-token prediction ({MTP_PREFIX}*), which a fine-tuned or "
+            f"{directory} has no weights of a head for multi-token prediction ({location}), which a fine-tuned or "
             "merged checkpoint often lacks; give one that has them"
         )
     else:
@@ -75,16 +81,19 @@ def refuse_head(settings: Settings, config: PretrainedConfig, device: torch.devi
 
 
 class MultiTokenHead(nn.Module):
-    """The parts of the head that are its own, with the checkpoint's names."""
+    """The parts of the head that are its own, with the names of Qwen's checkpoints."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Make the head of transformers' modules for `model`, which still has its own modules."""
         super().__init__()
         decoder: Any = decoder_of(model)
         own = copy.deepcopy(decoder.config)
-        kinds = list(own.layer_types)
-        index, self.index = kinds.index("full_attention"), len(kinds)
-        own.layer_types = [*kinds, kinds[index]]
+        index, self.index = 0, own.num_hidden_layers
+        if (kinds := getattr(own, "layer_types", None)) is not None:
+            index = kinds.index("full_attention")
+            own.layer_types = [*kinds, kinds[index]]
+        if (kinds := getattr(own, "mlp_layer_types", None)) is not None:
+            own.mlp_layer_types = [*kinds, "sparse"]
         own.mlp_only_layers, own.decoder_sparse_step = [], 1
         own._attn_implementation = IMPLEMENTATION
         own._experts_implementation = "eager"  # others need rows of whole cache lines
@@ -94,15 +103,34 @@ class MultiTokenHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([type(decoder.layers[index])(own, self.index)])
         self.norm = norm(hidden, eps=own.rms_norm_eps)
+        self.embed_tokens: nn.Embedding | None = None
+        """The head's own embedding; None: the base's."""
+        self.lm_head: nn.Module | None = None
+        """The head's own output head; None: the base's."""
+        pass_latents(self)
 
     @classmethod
     def load(cls, model: PreTrainedModel, directory: Path) -> MultiTokenHead:
         """Read the head of `model` from the checkpoint in `directory`. Raises UnsupportedModel."""
+        stored, vocabulary = StoredHead.of(directory), model.config.get_text_config().vocab_size
         with torch.device("meta"):
             head = cls(model)
-        found = {name.removeprefix(MTP_PREFIX): tensor for name, tensor in _read(directory, model.dtype)}
-        _stack_experts(found)
-        wanted = {name: parameter.shape for name, parameter in head.named_parameters()}
+            if "embed_tokens.weight" in stored.places:
+                head.embed_tokens = nn.Embedding(vocabulary, head.fc.out_features)
+            if "lm_head.weight" in stored.places:
+                head.lm_head = nn.Linear(head.fc.out_features, vocabulary, bias=False)
+        decoder: Any = decoder_of(model)
+        linears = {name: module for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+        coded = stored.coded & linears.keys()
+        for name in coded:
+            replace_module(head, name, stored.read_codes(name, linears[name]))
+        # Some families keep routers in float32.
+        dtypes = {f"layers.0.{name}": tensor.dtype for name, tensor in decoder.layers[-1].state_dict().items()}
+        found = stored.read(dtypes, model.dtype, without=coded)
+        form = family_of(model.config).multi_token
+        if form is not None and form.ends_with_base_norm:
+            found["norm.weight"] = decoder.norm.weight.detach().clone()
+        wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
         wrong = {
             name for name in wanted.keys() | found.keys() if name not in found or found[name].shape != wanted.get(name)
         }
@@ -110,16 +138,23 @@ class MultiTokenHead(nn.Module):
             names = ", ".join(sorted(wrong)[:3])
             raise UnsupportedModel(
                 f'engine.speculation = "mtp", and in {directory} the head for multi-token prediction has other weights '
-                f"than this family's ({names}): quantized heads and heads of several layers are not served; {WAY_OUT}."
+                f"than this family's ({names}): heads of several layers, and quantized experts, are not served; "
+                f"{WAY_OUT}."
             )
         head.load_state_dict(found, assign=True)
         return head.eval().requires_grad_(False)
 
-    def pack(self, packing: Packing) -> None:
-        """Hold the linears as the base's are held."""
+    def pack(self, packing: Packing, bank: AdapterBank) -> None:
+        """Hold the linears as the base's are held; `bank` serves no adapter while the head runs."""
         for module in [*self.modules()]:
             for name, linear in [*module.named_children()]:
-                if isinstance(linear, nn.Linear):
+                if not isinstance(linear, nn.Linear | QuantizedLinear):
+                    continue
+                if name == LATENT_EXPANSION and expands_latents(module):
+                    weight, site = weight_of(linear), Site(0, linear.in_features, linear.out_features)
+                    weight = as_multiplied(weight, packing.quantization)
+                    setattr(module, name, LatentLinear(weight, module, site, bank))
+                else:
                     setattr(module, name, _Packed(linear, packing))
 
     @property
@@ -140,13 +175,22 @@ class MultiTokenHead(nn.Module):
         """Return the keys and values `[n, heads, dim]` of pairs `[n, hidden]`."""
         layer: Any = self.layers[0]
         attention = layer.self_attn
-        x = layer.input_layernorm(joined)
+        x, operators = layer.input_layernorm(joined), sys.modules[type(attention).__module__]
+        if expands_latents(attention):
+            rank = attention.kv_lora_rank
+            compressed = attention.kv_a_proj_with_mqa(x)
+            is_interleaved = attention.config.rope_interleave
+            rotate = operators.apply_rotary_pos_emb_interleave if is_interleaved else operators.apply_rotary_pos_emb
+            rotated = compressed[None, None, :, rank:]
+            key = torch.cat(
+                (attention.kv_a_layernorm(compressed[:, :rank]), rotate(rotated, rotated, *angles)[1][0, 0]), -1
+            )
+            return key[:, None], key[:, None, :rank]
         key, value = (
             project(x).unflatten(-1, (-1, attention.head_dim)) for project in (attention.k_proj, attention.v_proj)
         )
-        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-        keys = attention.k_norm(key).transpose(0, 1)[None]
-        return rotate(keys, keys, *angles)[1][0].transpose(0, 1), value
+        keys = (attention.k_norm(key) if hasattr(attention, "k_norm") else key).transpose(0, 1)[None]
+        return operators.apply_rotary_pos_emb(keys, keys, *angles)[1][0].transpose(0, 1), value
 
     def forward(
         self, joined: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
@@ -161,10 +205,10 @@ class MultiTokenHead(nn.Module):
 class _Packed(nn.Module):
     """A linear in the format of the base's."""
 
-    def __init__(self, linear: nn.Linear, packing: Packing) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear, packing: Packing) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.data
-        self.linear = PackedLinear([linear.weight.data], [bias], *packing)
+        self.linear = PackedLinear([weight_of(linear)], [bias], *packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -243,7 +287,8 @@ class HeadDrafter:
         for place in range(counts[0]):
             active = sum(count > place for count in counts)
             hidden = self._run(tokens[:active], hidden[:active], sequences[:active], place)
-            tokens = self._forward.model.get_output_embeddings()(hidden).argmax(-1)
+            output = self.head.lm_head or self._forward.model.get_output_embeddings()
+            tokens = output(hidden).argmax(-1)
             for i, token in zip(order, tokens.tolist(), strict=False):
                 drafts[i].append(token)
         return drafts
@@ -267,9 +312,11 @@ class HeadDrafter:
         return result
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the base's embeddings `[n, hidden]`; a token that an adapter has added gets that of another token."""
+        """Return embeddings without adapters, `[n, hidden]`; a token that an adapter has added gets that of another
+        token."""
         known = token_ids.clamp(max=self._forward.bank.num_tokens - 1)
-        return functional.embedding(known, self._decoder.get_input_embeddings().weight)
+        matrix = self.head.embed_tokens or self._decoder.get_input_embeddings()
+        return functional.embedding(known, matrix.weight)
 
     def _angles(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of positions `[n]`, or `[3, n]` by time, height and width."""
@@ -296,35 +343,3 @@ def _rotary_places(sequences: list[Sequence], places: NDArray[np.int64]) -> NDAr
         if images := sequence.request.images:
             found[:, column : column + 1] = rotary_positions(images, place, place + 1)
     return found
-
-
-def _tensor_names(directory: Path) -> list[str]:
-    """Return the names of the head's tensors in a checkpoint."""
-    names = []
-    for path in safetensors_of(directory):
-        with safe_open(path, framework="pt") as file:
-            names += [name for name in file.keys() if name.startswith(MTP_PREFIX)]  # noqa: SIM118
-    return names
-
-
-def _read(directory: Path, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the head's tensors; each is copied, because a tensor keeps its whole file in memory."""
-    for path in safetensors_of(directory):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name.startswith(MTP_PREFIX):
-                    yield name, file.get_tensor(name).to(dtype, copy=True)
-
-
-def _stack_experts(tensors: dict[str, torch.Tensor]) -> None:
-    """Stack the weights of experts that were saved one by one, as transformers does for the base's."""
-    prefix = "layers.0.mlp.experts."
-    count = len({name.split(".")[4] for name in tensors if name.startswith(prefix) and name.endswith(".weight")})
-    if not count:
-        return
-
-    def take(projection: str) -> torch.Tensor:
-        return torch.stack([tensors.pop(f"{prefix}{expert}.{projection}.weight") for expert in range(count)])
-
-    tensors[f"{prefix}gate_up_proj"] = torch.cat((take("gate_proj"), take("up_proj")), dim=1)
-    tensors[f"{prefix}down_proj"] = take("down_proj")

@@ -29,11 +29,12 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of, with_dot
+from loramux.engine.execution.sharded_checkpoint import CheckpointShare, files_by_key, module_of, with_dot
 from loramux_adapters.base import BaseDescription, LinearShape, expert_parameters, expert_weights
 from loramux_adapters.base_weights import QuantizedExperts, QuantizedLinear
 from loramux_adapters.checkpoint_config import quant_method, refusal_of_quantization, schemes_of
 from loramux_adapters.experts import probe_quantized_experts
+from loramux_adapters.families import tensors_of_heads
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, blocks_of_rows, pack_nibbles
 
 Stored = Mapping[str, torch.Tensor]
@@ -358,11 +359,17 @@ class _Replacing(HfQuantizer):
         return False
 
 
-def quantized_linears(directory: Path, form: WeightFormat) -> list[str]:
-    """Return the names of the linears that the checkpoint in `directory` stores as codes. Raises UnsupportedModel."""
+def coded_linears(keys: Iterable[str], form: WeightFormat) -> set[str]:
+    """Return the names of the linears that are stored as codes, by the names of their tensors."""
     endings = tuple(f".{marker}" for marker in form.markers)
-    keys = map(with_dot, _files_by_key(directory))
-    found = sorted({key.removesuffix(ending) for key in keys for ending in endings if key.endswith(ending)})
+    return {key.removesuffix(ending) for key in map(with_dot, keys) for ending in endings if key.endswith(ending)}
+
+
+def quantized_linears(directory: Path, config: PretrainedConfig, form: WeightFormat) -> list[str]:
+    """Return the names of the base's linears that the checkpoint in `directory` stores as codes. Raises
+    UnsupportedModel."""
+    keys = files_by_key(directory).keys()
+    found = sorted(coded_linears(keys - tensors_of_heads(config, keys).keys(), form))
     if not found:
         raise UnsupportedModel(f"{directory}: config.json says that it is quantized ({form.name}), and no linear is.")
     return found
@@ -387,18 +394,29 @@ def read_quantized(
     for name, linear in track(linears.items()):
         if linear.bias is not None:
             parts[name].pop("bias", None)
-        stored = {part: _tensor(path, key) for part, (path, key) in parts[name].items()}
+        whole = linear if share is None else whole_shape(share.base, name)
+        assert whole is not None, "put in its place by name"
+        stored = {part: read_tensor(path, key) for part, (path, key) in parts[name].items()}
         try:
-            _require(not stored.pop("bias", torch.zeros(1)).any(), "a bias that config.json does not have")
-            whole = linear if share is None else whole_shape(share.base, name)
-            assert whole is not None, "put in its place by name"
-            weight = form.read(stored, whole.in_features, whole.out_features)
-            _require(weight.shape == (whole.out_features, whole.in_features), f"a weight of shape {weight.shape}")
-            _require(bool(torch.isfinite(weight.scales).all()), "scales that are not finite")
-        except (ValueError, KeyError, RuntimeError, IndexError) as error:
-            raise UnsupportedModel(f"{directory}: {name} cannot be read as {form.name}: {error}") from error
+            weight = read_weight(stored, form, whole.in_features, whole.out_features)
+        except ValueError as error:
+            raise UnsupportedModel(f"{directory}: {name} {error}") from error
         linear.hold(weight if share is None else _share_of(weight, name, share))
     return {key for named in parts.values() for _, key in named.values()}
+
+
+def read_weight(
+    stored: dict[str, torch.Tensor], form: WeightFormat, in_features: int, out_features: int
+) -> QuantizedWeight:
+    """Make a linear's weight from its `stored` tensors, by the last part of their names. Raises ValueError."""
+    try:
+        _require(not stored.pop("bias", torch.zeros(1)).any(), "a bias that config.json does not have")
+        weight = form.read(stored, in_features, out_features)
+        _require(weight.shape == (out_features, in_features), f"a weight of shape {weight.shape}")
+        _require(bool(torch.isfinite(weight.scales).all()), "scales that are not finite")
+    except (ValueError, KeyError, RuntimeError, IndexError) as error:
+        raise ValueError(f"cannot be read as {form.name}: {error}") from error
+    return weight
 
 
 def whole_shape(base: BaseDescription, name: str) -> LinearShape | None:
@@ -451,7 +469,8 @@ def _share_of(weight: QuantizedWeight, name: str, share: CheckpointShare) -> Qua
         ) from error
 
 
-def _tensor(path: Path, key: str) -> torch.Tensor:
+def read_tensor(path: Path, key: str) -> torch.Tensor:
+    """Read one tensor of a file."""
     with safe_open(path, framework="pt") as file:
         tensor: torch.Tensor = file.get_tensor(key)
         return tensor
@@ -460,16 +479,7 @@ def _tensor(path: Path, key: str) -> torch.Tensor:
 def _stored_parts(directory: Path, linears: Collection[str]) -> dict[str, dict[str, tuple[Path, str]]]:
     """Return the file and the name of each tensor of `linears`, by linear and by the last part of its name."""
     found: dict[str, dict[str, tuple[Path, str]]] = defaultdict(dict)
-    for key, path in _files_by_key(directory).items():
+    for key, path in files_by_key(directory).items():
         if (name := module_of(key, linears)) is not None:
             found[name][with_dot(key).removeprefix(f"{name}.")] = path, key
-    return found
-
-
-def _files_by_key(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor. Raises UnsupportedModel."""
-    found: dict[str, Path] = {}
-    for path in safetensors_of(directory):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
     return found

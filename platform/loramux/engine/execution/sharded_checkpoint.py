@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux_adapters.base import MODEL_LOCK, BaseDescription, auto_class
-from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.families import reads_other_inputs, tensors_of_heads
 from loramux_adapters.sharding import Sharding, is_held_by
 
 
@@ -90,14 +90,16 @@ class ShardedTensor:
 def sharded_tensors(
     directory: Path, sharding: Sharding, rank: int, without: Collection[str] = ()
 ) -> Iterator[dict[str, ShardedTensor]]:
-    """Open a checkpoint's files and yield the rank's share of every tensor that the rank holds. Of the modules
-    `without`, only biases are yielded. Raises UnsupportedModel."""
+    """Open a checkpoint's files and yield the rank's share of every tensor of the base that the rank holds. Of the
+    modules `without`, only biases are yielded. Raises UnsupportedModel."""
     with ExitStack() as files:
+        opened = [files.enter_context(safe_open(path, framework="pt")) for path in safetensors_of(directory)]
+        of_heads = tensors_of_heads(sharding.config, (key for file in opened for key in file.keys()))  # noqa: SIM118
         found: dict[str, ShardedTensor] = {}
-        for path in safetensors_of(directory):
-            file = files.enter_context(safe_open(path, framework="pt"))
+        for file in opened:
             for key in file.keys():  # noqa: SIM118
-                if is_held_by(rank, key) and (key.endswith(".bias") or module_of(key, without) is None):
+                is_read = key not in of_heads and (key.endswith(".bias") or module_of(key, without) is None)
+                if is_read and is_held_by(rank, key):
                     found[key] = ShardedTensor(file.get_slice(key), key, sharding, rank)
         yield found
 
@@ -134,6 +136,15 @@ def safetensors_of(directory: Path) -> list[Path]:
             f"safe_serialization=True."
         )
     return [directory / "model.safetensors"]
+
+
+def files_by_key(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a checkpoint. Raises UnsupportedModel."""
+    found: dict[str, Path] = {}
+    for path in safetensors_of(directory):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
 
 
 def holds_safetensors(directory: Path) -> bool:
