@@ -12,8 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 from adapter_zoo import Asked, Zoo, load, make_engine, serve, to_request
+from drafting_heads import Drafted, check_drafts, head_weights, mtp_engine
 from llguidance import LLMatcher
-from multi_token_reference import ReferenceHead, base_of, states_of, train
+from multi_token_reference import ReferenceHead, base_of, train
 from preempting import preempting
 from safetensors.torch import load_file, save_file
 from tiny_base import byte_tokenizer
@@ -22,9 +23,7 @@ from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.execution.memory_plan import plan_memory
-from loramux.engine.execution.multi_token import refuse_head
 from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
-from loramux.engine.scheduling.sequence import Sequence
 from loramux_adapters.base import describe_base
 from loramux_adapters.sharding import Sharding
 
@@ -62,39 +61,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return made
 
 
-def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
-    """An engine whose head drafts in every step, as many tokens as a seed says."""
-    engine = zoo.engine(speculation="mtp", max_draft_tokens=4, **settings)
-    rng, speculation = random.Random(seed), engine.scheduler.speculation
-    speculation.times = cast(
-        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
-    )
-    speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
-    return engine
-
-
-class Drafted:
-    """Remembers what a head drafts, with its logits."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.seen: list[tuple[str | None, list[int], list[int], torch.Tensor]] = []
-        head = cast(Any, engine.scheduler.speculation.head)
-        self._draft, output = head.draft, head._forward.model.get_output_embeddings()
-        self._rows: list[torch.Tensor] = []
-        output.register_forward_hook(lambda _module, _inputs, logits: self._rows.append(logits.clone()))
-        head.draft = self.draft
-
-    def draft(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
-        self._rows.clear()
-        drafts = self._draft(asked)
-        order = sorted(range(len(asked)), key=lambda i: -asked[i][1])
-        for place, i in enumerate(order):
-            sequence, count = asked[i]
-            logits = torch.stack([self._rows[step][place] for step in range(count)])
-            self.seen.append((sequence.digest, list(sequence.token_ids), drafts[i], logits))
-        return drafts
-
-
 def some_requests(seed: int = 0, count: int = 10) -> list[Asked]:
     rng = random.Random(seed)
     shared = tuple(rng.randrange(3, 97) for _ in range(40))
@@ -104,40 +70,6 @@ def some_requests(seed: int = 0, count: int = 10) -> list[Asked]:
     for i in range(count):
         own = tuple(rng.randrange(3, 97) for _ in range(lengths[i % 7]))
         found.append(Asked(f"r{i}", names[i % 3], shared + own if i % 2 else own, 9))
-    return found
-
-
-def check_drafts(zoo: Zoo, drafted: Drafted) -> None:
-    """Compare every draft with the reference, on hidden states of transformers and PEFT."""
-    model = zoo._reference
-    assert model is not None
-    reference = ReferenceHead(base_of(zoo.base), head_weights(zoo.base))
-    assert drafted.seen
-    for digest, token_ids, drafts, logits in drafted.seen:
-        if digest is None:
-            with model.disable_adapter():
-                hidden = states_of(model, token_ids)
-        else:
-            model.set_adapter(digest.removeprefix("sha256:"))
-            hidden = states_of(model, token_ids)
-        expected, expected_logits = reference.drafts(token_ids, hidden, len(drafts))
-        torch.testing.assert_close(logits.float(), expected_logits, atol=2e-3, rtol=1e-3)
-        assert drafts == expected
-
-
-def head_weights(base: Path) -> dict[str, torch.Tensor]:
-    """The head's weights of a checkpoint, with stacked experts."""
-    found = {
-        k.removeprefix("mtp."): v for k, v in load_file(base / "model.safetensors").items() if k.startswith("mtp.")
-    }
-    experts = "layers.0.mlp.experts."
-    if f"{experts}0.down_proj.weight" in found:
-        count = len([name for name in found if name.endswith(".down_proj.weight") and name.startswith(experts)])
-        gate, up, down = (
-            torch.stack([found.pop(f"{experts}{i}.{side}_proj.weight") for i in range(count)])
-            for side in ("gate", "up", "down")
-        )
-        found |= {f"{experts}gate_up_proj": torch.cat((gate, up), dim=1), f"{experts}down_proj": down}
     return found
 
 
@@ -155,7 +87,7 @@ def test_head_in_chunks_after_cached_prefixes_and_preempted_drafts_as_the_refere
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.pages_kv == 0
-    assert {digest for digest, *_ in drafted.seen} == {None, *(f"sha256:{name}" for name in ADAPTERS)}
+    assert {sequence.digest for sequence, *_ in drafted.seen} == {None, *(f"sha256:{name}" for name in ADAPTERS)}
     check_drafts(zoo, drafted)
 
 
@@ -293,14 +225,11 @@ def test_checkpoint_without_a_servable_head_is_refused_with_the_way_out(
     make_engine(tmp_path / "base", speculation="ngram").close()
 
 
-def test_families_ranks_and_gpus_without_a_head_are_refused_with_the_way_out(trained: Zoo, zoo_of) -> None:
+def test_families_and_ranks_without_a_head_are_refused_with_the_way_out(trained: Zoo, zoo_of) -> None:
     with pytest.raises(UnsupportedModel, match=r"serves no head for multi-token prediction of llama, or set engine"):
         zoo_of("llama").engine(speculation="mtp")
     with pytest.raises(UnsupportedModel, match=r"engine.tensor_parallel_size = 1 serves it"):
         trained.engine(speculation="mtp", tensor_parallel_size=2)
-    _, settings = load(trained.base, speculation="mtp")
-    with pytest.raises(UnsupportedModel, match="drafts on CPUs alone"):
-        refuse_head(settings, read_config(trained.base), torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
