@@ -1,4 +1,4 @@
-"""Engines whose head for multi-token prediction drafts in every step, and the comparison of drafts with the reference."""
+"""Engines whose head for multi-token prediction drafts in every step, and their drafts next to the reference's."""
 
 from __future__ import annotations
 

@@ -324,6 +324,7 @@ class DecodeGraphs:
             output.copy_(self._forward(inputs, segments))
             if hidden is not None:
                 hidden.copy_(self._forward.take_hidden())
+                self._forward.keep_hidden(False)  # a kept result of a later recording would hold its memory
             self._ends.choose(output)
 
         return _Graph(record(run, (inputs, segments, self._ends, hidden)), _tile_map_of(segments))

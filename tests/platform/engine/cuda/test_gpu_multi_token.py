@@ -1,4 +1,4 @@
-"""The base's head for multi-token prediction on a GPU: its drafts are those of a plain reference, and no answer changes."""
+"""The base's head for multi-token prediction on a GPU: its drafts are those of a reference, and no answer changes."""
 
 from __future__ import annotations
 
@@ -68,17 +68,15 @@ def head_of(engine: Engine) -> GpuHead:
 
 def replays_of(engine: Engine) -> list[int]:
     """Return a list that gets the bucket of each recording of the head that is replayed."""
-    recordings = head_of(engine)._recordings
+    seen: list[int] = []
 
     class Watched(dict):
-        seen: list[int] = []
-
         def __getitem__(self, rows: int) -> Any:
-            self.seen.append(rows)
+            seen.append(rows)
             return super().__getitem__(rows)
 
-    watched = head_of(engine)._recordings = Watched(recordings)
-    return watched.seen
+    head_of(engine)._recordings = Watched(head_of(engine)._recordings)
+    return seen
 
 
 MIXED = [
@@ -120,7 +118,7 @@ def test_gpu_head_in_chunks_after_cached_prefixes_and_preempted_drafts_as_the_re
     assert drafted.num_pending > 0, "a step was in flight"
     assert {tuple(step) for step in copies} == {("send",)}
     assert 0 < len(replays) <= stats.steps
-    assert (max(replays) <= 4 < 24) if most_recorded == 4 else len(replays) == stats.steps
+    assert max(replays) <= 4 if most_recorded == 4 else len(replays) == stats.steps
     check_drafts(zoo, drafted)
 
 
@@ -134,7 +132,7 @@ STEERED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("base", ["qwen3_5", "without states"])
 def test_gpu_answers_and_their_ends_with_a_head_are_those_without(zoo_with_head, base: str) -> None:
-    zoo = zoo_with_head(base)
+    zoo, sizes = zoo_with_head(base), SIZES | {"block_size": 32}
 
     def told(engine: Engine) -> dict[str, list[tuple[int | None, Any, str | None]]]:
         found: dict[str, list[tuple[int | None, Any, str | None]]] = {}
@@ -147,7 +145,7 @@ def test_gpu_answers_and_their_ends_with_a_head_are_those_without(zoo_with_head,
                 found.setdefault(event.request_id, []).append((event.token_id, logprob, event.finish_reason))
         return found
 
-    alone, engine = told(zoo.engine(**SIZES)), mtp_engine(zoo, seed=1, **SIZES)
+    alone, engine = told(zoo.engine(**sizes)), mtp_engine(zoo, seed=1, **sizes)
     assert told(engine) == alone
     assert engine.stats().accepted_tokens > 0
     assert engine.stats().pages_kv == 0
