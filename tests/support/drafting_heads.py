@@ -19,10 +19,8 @@ from loramux.engine.scheduling.sequence import PENDING, Sequence
 def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
     """An engine whose head drafts in every step, as many tokens as a seed says."""
     engine = zoo.engine(**{"speculation": "mtp", "max_draft_tokens": 4} | settings)
-    rng, speculation = random.Random(seed), engine.scheduler.speculation
-    speculation.times = cast(
-        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
-    )
+    rng, speculation = random.Random(seed), cast(Any, engine.scheduler.speculation)
+    speculation.times = SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
     speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
     return engine
 

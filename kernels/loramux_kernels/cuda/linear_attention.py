@@ -18,7 +18,7 @@ The inverse of a unit triangular matrix doubles the blocks along its diagonal: i
 n rows, and L the part of A between two neighbours, then X - X L X holds the inverses of the blocks of 2n rows. A power
 series would cancel terms of 10^8 and more for a prompt that repeats one token.
 
-A sequence with drafts has separate chunks of its own rows and of its drafts. `solve` and `scan` store the state between
+The drafts of a sequence are in other chunks than its earlier rows. `solve` and `scan` store the state between
 them, and `scan` goes on from it.
 
 The convolution's inputs are stored by `step` and `solve`: programs of `convolve` still read the earlier ones. Chunks

@@ -240,13 +240,14 @@ def test_pages_weights_and_the_plan_before_loading_count_the_head(trained: Zoo, 
         config = read_config(trained.base)
         plan = plan_memory(trained.base, describe_base(trained.base), Sharding(config, 1), 4, 4 << 20, settings.engine)
         assert plan.page_bytes == loaded.runner.bank.page_bytes
-        heads[speculation] = plan, loaded.weight_bytes
-    (without, weights), (plan, with_weights) = heads["off"], heads["mtp"]
+        heads[speculation] = plan, loaded.weight_bytes, loaded.weights.packed_bytes
+    (without, weights, packed), (plan, with_weights, with_packed) = heads["off"], heads["mtp"]
     width = 1 if kv_cache_dtype == "fp8" else 4
     assert plan.page_bytes - without.page_bytes == pytest.approx(64 * 2 * 2 * 24 * width + 64 * 4, abs=32)
     own = sum(weight.numel() for weight in head_weights(trained.base).values())
     assert plan.weight_bytes - without.weight_bytes == 4 * own
     assert 0 < with_weights - weights <= 4.2 * own
+    assert with_packed - packed == with_weights - weights, "the pool of a GPU leaves room for the head"
 
 
 def test_head_in_fp8_pages_drafts_and_changes_no_answer(trained: Zoo) -> None:

@@ -195,7 +195,7 @@ class PairRows:
 
 
 class StepTables(Protocol):
-    """What the head needs of sequences of the latest step, on the device."""
+    """Tokens and tables of sequences of the latest step, on the device."""
 
     def last_tokens(self, sequences: list[Sequence]) -> torch.Tensor:
         """Return the last token of each sequence, int64[n], also if the host does not know it yet."""
@@ -292,7 +292,7 @@ class HeadDrafter:
         write_kv(rows, rows, KvLayer(ends, ends, has_values_in_keys=True), pages)
 
     def note(self, step: Step, packed: PackedStep, hidden: torch.Tensor) -> None:
-        """Remember the rows of a step, whose hidden states stay valid until the next one, for drafts after it."""
+        """Remember the rows of a step: drafts after it read their hidden states, which stay valid until the next step."""
         self._hidden, self._slots = hidden, packed.slot_mapping
         chunks = list(zip(step.chunks, packed.cu_seqlens.tolist(), strict=False))
         self._rows = {one.sequence.id: (one.start, one.end, first) for one, first in chunks if one.num_sampled}
