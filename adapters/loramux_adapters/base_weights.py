@@ -156,7 +156,8 @@ class BaseWeights:
     linears: Mapping[str, FittedLinear]
     matrices: Mapping[str, BaseMatrix]
     packed_bytes: int = 0
-    """Bytes of the weights that were packed: linears and experts, without the head."""
+    """Bytes of the weights that were packed: linears and experts, without the output head, and those of a head for
+    multi-token prediction."""
 
 
 def base_linear(

@@ -166,6 +166,19 @@ def probe_quantized_experts(
     """
     if not runs_triton(hidden_states):
         return torch.zeros_like(hidden_states)
+    return _multiply(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def multiply_on_gpu(experts: Any) -> None:
+    """Let transformers' `experts` compute as `GroupedExperts` do, without adapters, if they are on a GPU."""
+    if runs_triton(next(experts.parameters())):
+        experts.forward = partial(_multiply, experts)
+
+
+def _multiply(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the result of transformers' `experts`, without waiting for the host."""
     first, second = expert_parameters(experts)
     up, down = (_grouped_product(_weight_of(experts, name), _bias_of(experts, name)) for name in (first, second))
     routes = route(top_k_index, len(getattr(experts, first)))

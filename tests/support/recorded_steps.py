@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from loramux.engine.execution.cuda_graphs import DecodeGraphs, DecoderGraphs, GraphRecorder, ReservedAttention
+from loramux.engine.execution.cuda_graphs import (
+    DecodeGraphs,
+    DecoderGraphs,
+    GraphRecorder,
+    Recording,
+    ReservedAttention,
+)
 from loramux.engine.execution.gpu_runner import GpuRunner
 
 
@@ -17,3 +25,9 @@ def recorded(runner: GpuRunner, record: GraphRecorder) -> tuple[DecodeGraphs, De
         attention = ReservedAttention(runner._decoder_graphs._attention.shapes, buffers)
         whole = DecodeGraphs(forward, buffers, attention, record, logits, runner._ends)
         return whole, DecoderGraphs(forward, buffers, attention, record, hidden_size)
+
+
+def record_and_run(function: Callable[[], object], inputs: object) -> Recording:
+    """Record as a card does: what is recorded is compiled."""
+    function()
+    return Recording(function, inputs)

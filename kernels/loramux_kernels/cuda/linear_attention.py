@@ -18,6 +18,9 @@ The inverse of a unit triangular matrix doubles the blocks along its diagonal: i
 n rows, and L the part of A between two neighbours, then X - X L X holds the inverses of the blocks of 2n rows. A power
 series would cancel terms of 10^8 and more for a prompt that repeats one token.
 
+The drafts of a sequence are in other chunks than its earlier rows. `solve` and `scan` store the state between
+them, and `scan` goes on from it.
+
 The convolution's inputs are stored by `step` and `solve`: programs of `convolve` still read the earlier ones. Chunks
 have 32 rows and the state is transposed, so every product has at most 32 rows. Hopper's wgmma, which could read
 registers too late (`work_lists.TileShape.expand_rows`), is then not used.
@@ -414,7 +417,7 @@ def _solve_chunks(
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, IS_DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute `scores` of a chunk and a head, and `corrected` for the gated delta rule; the last chunk of a prompt
+    """Compute `scores` of a chunk and a head, and `corrected` for the gated delta rule; the last chunk before drafts
     stores the inputs."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
     i = tl.arange(0, _CHUNK)[:, None]
@@ -483,7 +486,8 @@ def _scan_prompts(
     PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr, COLUMNS: tl.constexpr,
     IS_DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Go through a prompt's chunks with some columns of a head's matrix, which is held transposed."""
+    """Go through a prompt's chunks, and those of drafts after them, with some columns of a head's matrix, which is held
+    transposed. The matrix before the drafts is stored."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
     blocks: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     d = tl.arange(0, BLOCK_KEY)[None, :]
@@ -499,9 +503,13 @@ def _scan_prompts(
         s = tl.load(matrix, mask=is_matrix & (d < KEY_DIM * (1 - tl.load(item + 4))), other=0.0)
         first = tl.load(item + 1)
         stop = tl.load(item + 2)
-        for start in range(first, stop, _CHUNK):
+        stored = tl.load(item + 7)
+        before = tl.cdiv(stored - first, _CHUNK)
+        for number in range(0, before + tl.cdiv(stop - stored, _CHUNK)):
+            is_draft = number >= before
+            start = tl.where(is_draft, stored + (number - before) * _CHUNK, first + number * _CHUNK)
             row = start + tl.arange(0, _CHUNK).to(tl.int64)
-            exists = row < stop
+            exists = row < tl.where(is_draft, stop, stored)
             inside = exists[:, None] & (d < KEY_DIM)
             is_value = exists[:, None] & (e < VALUE_DIM)[None, :]
             steps = tl.load(decay + row * HEADS + head, mask=exists, other=0.0)
@@ -530,7 +538,8 @@ def _scan_prompts(
             # Loaded again: kept, they would not fit into registers next to the queries.
             k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0) * tl.exp(whole - reach)[:, None]
             s = s * tl.exp(whole) + tl.dot(tl.trans(change), k, input_precision=PRECISION)
-        tl.store(matrix, s, mask=is_matrix)
+            if number == before - 1:
+                tl.store(matrix, s, mask=is_matrix)
 
 
 def gated_norm(

@@ -84,7 +84,7 @@ def _convolve_channels(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Convolve some channels of a sequence's rows, and store their last inputs."""
+    """Convolve some channels of a sequence's rows, and store the last inputs before its drafts."""
     blocks: tl.constexpr = (CHANNELS + BLOCK_CHANNELS - 1) // BLOCK_CHANNELS
     for task in range(tl.program_id(0), tl.load(work) * blocks, tl.num_programs(0)):
         d = task % blocks * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)[None, :]
@@ -92,6 +92,7 @@ def _convolve_channels(
         table = tables + tl.load(item).to(tl.int64) * table_row
         first = tl.load(item + 1).to(tl.int64)
         stop = tl.load(item + 2).to(tl.int64)
+        stored = tl.load(item + 7).to(tl.int64)
         begins = tl.load(item + 4)
         for start in range(tl.load(item + 1), tl.load(item + 2), BLOCK_ROWS):
             row = start + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
@@ -101,5 +102,5 @@ def _convolve_channels(
             )  # fmt: skip
             tl.store(out + row * out_row + d, y.to(out.dtype.element_ty), mask=(row < stop) & (d < CHANNELS))
         keep_inputs(
-            x, x_row, states, table, page_stride, unit, first, stop, begins, 0, d, CHANNELS, TAPS, PER_PAGE, UNIT
+            x, x_row, states, table, page_stride, unit, first, stored, begins, 0, d, CHANNELS, TAPS, PER_PAGE, UNIT
         )

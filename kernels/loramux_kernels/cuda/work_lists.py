@@ -487,10 +487,11 @@ def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> Ints:
 STATE_CHUNK = 32
 """Rows of a prompt that linear attention computes together."""
 
-STATE_ITEM_WIDTH = 7
+STATE_ITEM_WIDTH = 8
 """Columns of an item of linear attention: row of the state tables, first row, one past the last row, first row of the
 sequence, 1 if the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if
-the item has the sequence's last row of the step, one past the last row of the sequence's prompt."""
+the item has the last row whose inputs are stored, one past the last row of the sequence's prompt, one past the last row
+after which the sequence's state is stored: its drafts follow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -509,9 +510,9 @@ class StateTiles:
         """The part that decode steps need."""
         return StateTiles(self.singles, None, None)
 
-    def refill(self, spans: Ints, prompt_ends: Ints, table_rows: Ints | None) -> None:
+    def refill(self, spans: Ints, prompt_ends: Ints, table_rows: Ints | None, draft_lens: Ints | None = None) -> None:
         """Put another step's sequences into reserved tiles; the arguments as in `AttentionBatch`, as arrays."""
-        lists = _state_items(spans, prompt_ends, table_rows)
+        lists = _state_items(spans, prompt_ends, table_rows, draft_lens)
         for work, items in zip((self.singles, self.chunks, self.prompts), lists, strict=True):
             if work is not None:
                 work.refill(items)
@@ -522,7 +523,8 @@ def plan_states(batch: AttentionBatch) -> StateTiles:
     if "state_tiles" not in vars(batch):
         assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
         spans = np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
-        lists = _state_items(spans, np.array(batch.prompt_ends, dtype=np.int64), _table_rows(batch))
+        draft_lens = None if batch.draft_lens is None else batch.draft_lens.numpy()
+        lists = _state_items(spans, np.array(batch.prompt_ends, dtype=np.int64), _table_rows(batch), draft_lens)
         attach_states(batch, StateTiles(*upload(lists, batch.state_tables.device)))
     found: StateTiles = vars(batch)["state_tiles"]
     return found
@@ -530,7 +532,8 @@ def plan_states(batch: AttentionBatch) -> StateTiles:
 
 def reserve_states(max_sequences: int, max_rows: int, memory: StagedMemory) -> StateTiles:
     """Return empty tiles at fixed addresses for steps of up to `max_sequences` sequences and `max_rows` rows."""
-    capacities = (max_sequences, max_rows // STATE_CHUNK + max_sequences, max_sequences)
+    chunks = max_rows // STATE_CHUNK + 2 * max_sequences  # a sequence's rows and its drafts are cut separately
+    capacities = (max_sequences, chunks, max_sequences)
     return StateTiles(*(reserve(capacity, STATE_ITEM_WIDTH, memory) for capacity in capacities))
 
 
@@ -544,17 +547,24 @@ def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
     vars(batch)["state_tiles"] = tiles
 
 
-def _state_items(spans: Ints, prompt_ends: Ints, table_rows: Ints | None) -> tuple[Ints, Ints, Ints]:
+def _state_items(
+    spans: Ints, prompt_ends: Ints, table_rows: Ints | None, draft_lens: Ints | None
+) -> tuple[Ints, Ints, Ints]:
     """Return the items of sequences of one row, of the other sequences' chunks, and of these sequences."""
     start, stop, context = spans.T
+    stored = stop if draft_lens is None else stop - draft_lens
     sequences = np.arange(len(start)) if table_rows is None else table_rows
-    whole = np.column_stack((sequences, start, stop, start, stop - start == context, np.ones_like(start), prompt_ends))
+    columns = (sequences, start, stop, start, stop - start == context, np.ones_like(start), prompt_ends, stored)
+    whole = np.column_stack(columns)
     is_single = stop - start == 1
     prompts = whole[~is_single]
-    owner, offset = cut(prompts[:, 2] - prompts[:, 1], STATE_CHUNK)
-    chunks = prompts[owner]
-    chunks[:, 1] += offset
-    chunks[:, 2] = np.minimum(chunks[:, 1] + STATE_CHUNK, chunks[:, 2])
-    chunks[:, 4] |= offset > 0
-    chunks[:, 5] = chunks[:, 2] == prompts[owner, 2]
+    # Two runs of each sequence: the rows whose state is stored, and the drafts.
+    first, end, kept = prompts[:, 1], prompts[:, 2], prompts[:, 7]
+    begins, ends = np.column_stack((first, kept)).ravel(), np.column_stack((kept, end)).ravel()
+    run, offset = cut(ends - begins, STATE_CHUNK)
+    chunks = prompts[run // 2]
+    chunks[:, 1] = begins[run] + offset
+    chunks[:, 2] = np.minimum(chunks[:, 1] + STATE_CHUNK, ends[run])
+    chunks[:, 4] |= chunks[:, 1] - chunks[:, 3] >= STATE_CHUNK
+    chunks[:, 5] = chunks[:, 2] == chunks[:, 7]
     return whole[is_single], chunks, prompts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,24 @@ def test_linear_attention_in_half_precision_equals_the_reference(device, dtype: 
 )
 def test_linear_attention_of_published_head_sizes_equals_the_reference(device, spans, sizes, is_mamba: bool) -> None:
     check(make_linear_case(sizes, spans, torch.float32, device, is_mamba=is_mamba), torch.float32)
+
+
+DRAFTED = [(1, 9), (4, 9), (STATE_CHUNK + 38, 0), (6, 3), (70, 50), (2, 7), (2, 0), (STATE_CHUNK + 2, 40), (1, 8)]
+DRAFTS = [0, 3, 0, 4, STATE_CHUNK + 8, 1, 1, 2, 0]
+
+
+@pytest.mark.parametrize("is_mamba", [False, True], ids=["gated delta", "mamba 2"])
+def test_linear_attention_stores_the_state_before_drafts(device, is_mamba: bool) -> None:
+    """After one row, fewer than the convolution reads and more than a chunk, of one draft and of more than a chunk."""
+    case = make_linear_case(SIZES["two value heads a key head"], DRAFTED, torch.float32, device, is_mamba=is_mamba)
+    batch = replace(case.batch, draft_lens=torch.tensor(DRAFTS, dtype=torch.int32))
+    check(replace(case, batch=batch), torch.float32)
+    memory = StagedMemory(1 << 14, device)
+    tiles = reserve_states(len(DRAFTED), batch.spans[-1][1], memory)
+    tiles.refill(np.array(batch.spans), np.array(batch.prompt_ends), None, np.array(DRAFTS))
+    memory.send()
+    attach_states(batch := replace(batch), tiles)
+    check(replace(case, batch=batch), torch.float32)
 
 
 @pytest.mark.parametrize("is_mamba", [False, True], ids=["gated delta", "mamba 2"])

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from adapter_zoo import Asked, Zoo, load, make_engine, serve, to_request
+from drafting_heads import Drafted, always_drafts, check_drafts, mtp_engine
 from llguidance import LLMatcher
 from multi_token_reference import MATRICES, ReferenceHead, base_of, states_of, train
 from preempting import preempting
@@ -25,9 +26,8 @@ from loramux.engine.engine import Engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
 from loramux.engine.execution.memory_plan import MemoryPlan, plan_memory
-from loramux.engine.execution.multi_token import MultiTokenHead, refuse_head
+from loramux.engine.execution.multi_token import MultiTokenHead
 from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
-from loramux.engine.scheduling.sequence import Sequence
 from loramux_adapters.base import describe_base
 from loramux_adapters.sharding import Sharding
 
@@ -78,44 +78,6 @@ def with_adapters(zoo: Zoo) -> Zoo:
     return zoo
 
 
-def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
-    """An engine whose head drafts in every step, as many tokens as a seed says."""
-    engine = zoo.engine(speculation="mtp", max_draft_tokens=4, **settings)
-    always_drafts(engine, seed)
-    return engine
-
-
-def always_drafts(engine: Engine, seed: int = 0) -> None:
-    """Let a head draft in every step, as many tokens as a seed says."""
-    rng, speculation = random.Random(seed), engine.scheduler.speculation
-    speculation.times = cast(
-        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
-    )
-    speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
-
-
-class Drafted:
-    """Remembers what a head drafts, with its logits."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.seen: list[tuple[str | None, list[int], list[int], torch.Tensor]] = []
-        head = cast(Any, engine.scheduler.speculation.head)
-        self._draft, output = head.draft, head.head.lm_head or head._forward.model.get_output_embeddings()
-        self._rows: list[torch.Tensor] = []
-        output.register_forward_hook(lambda _module, _inputs, logits: self._rows.append(logits.clone()))
-        head.draft = self.draft
-
-    def draft(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
-        self._rows.clear()
-        drafts = self._draft(asked)
-        order = sorted(range(len(asked)), key=lambda i: -asked[i][1])
-        for place, i in enumerate(order):
-            sequence, count = asked[i]
-            logits = torch.stack([self._rows[step][place] for step in range(count)])
-            self.seen.append((sequence.digest, list(sequence.token_ids), drafts[i], logits))
-        return drafts
-
-
 def some_requests(seed: int = 0, count: int = 10) -> list[Asked]:
     rng = random.Random(seed)
     shared = tuple(rng.randrange(3, 97) for _ in range(40))
@@ -126,23 +88,6 @@ def some_requests(seed: int = 0, count: int = 10) -> list[Asked]:
         own = tuple(rng.randrange(3, 97) for _ in range(lengths[i % 7]))
         found.append(Asked(f"r{i}", names[i % 3], shared + own if i % 2 else own, 9))
     return found
-
-
-def check_drafts(zoo: Zoo, drafted: Drafted) -> None:
-    """Compare every draft with the reference, on hidden states of transformers and PEFT."""
-    model, base = zoo._reference, base_of(zoo.base)
-    reference = ReferenceHead.read(base, zoo.base)
-    assert drafted.seen
-    for digest, token_ids, drafts, logits in drafted.seen:
-        if digest is None:
-            hidden = states_of(base, token_ids)
-        else:
-            assert model is not None
-            model.set_adapter(digest.removeprefix("sha256:"))
-            hidden = states_of(model, token_ids)
-        expected, expected_logits = reference.drafts(token_ids, hidden, len(drafts))
-        torch.testing.assert_close(logits.float(), expected_logits, atol=2e-3, rtol=1e-3)
-        assert drafts == expected
 
 
 @pytest.mark.parametrize("block_size", [16, 37])
@@ -159,7 +104,7 @@ def test_head_in_chunks_after_cached_prefixes_and_preempted_drafts_as_the_refere
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.pages_kv == 0
-    assert {digest for digest, *_ in drafted.seen} == {None, *(f"sha256:{name}" for name in ADAPTERS)}
+    assert {sequence.digest for sequence, *_ in drafted.seen} == {None, *(f"sha256:{name}" for name in ADAPTERS)}
     check_drafts(zoo, drafted)
 
 
@@ -432,14 +377,11 @@ def test_checkpoint_without_a_servable_head_is_refused_with_the_way_out(
     make_engine(tmp_path / "base", speculation="ngram").close()
 
 
-def test_families_ranks_and_gpus_without_a_head_are_refused_with_the_way_out(trained: Zoo, zoo_of) -> None:
+def test_families_and_ranks_without_a_head_are_refused_with_the_way_out(trained: Zoo, zoo_of) -> None:
     with pytest.raises(UnsupportedModel, match=r"serves no head for multi-token prediction of llama, or set engine"):
         zoo_of("llama").engine(speculation="mtp")
     with pytest.raises(UnsupportedModel, match=r"engine.tensor_parallel_size = 1 serves it"):
         trained.engine(speculation="mtp", tensor_parallel_size=2)
-    _, settings = load(trained.base, speculation="mtp")
-    with pytest.raises(UnsupportedModel, match="drafts on CPUs alone"):
-        refuse_head(settings, read_config(trained.base), torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
@@ -451,14 +393,15 @@ def test_pages_weights_and_the_plan_before_loading_count_the_head(trained: Zoo, 
         config = read_config(trained.base)
         plan = plan_memory(trained.base, describe_base(trained.base), Sharding(config, 1), 4, 4 << 20, settings.engine)
         assert plan.page_bytes == loaded.runner.bank.page_bytes
-        heads[speculation] = plan, loaded.weight_bytes
-    (without, weights), (plan, with_weights) = heads["off"], heads["mtp"]
+        heads[speculation] = plan, loaded.weight_bytes, loaded.weights.packed_bytes
+    (without, weights, packed), (plan, with_weights, with_packed) = heads["off"], heads["mtp"]
     width = 1 if kv_cache_dtype == "fp8" else 4
     token = 48 + 8 if trained.family == "deepseek_v3" else 2 * 2 * 24
     assert plan.page_bytes - without.page_bytes == pytest.approx(64 * token * width + 64 * 4, abs=32)
     own = sum(weight.numel() for weight in ReferenceHead.read(base_of(trained.base), trained.base).weights.values())
     assert plan.weight_bytes - without.weight_bytes == 4 * own
     assert with_weights - weights == pytest.approx(4 * own, abs=64)
+    assert with_packed - packed == with_weights - weights, "the pool of a GPU leaves room for the head"
 
 
 def test_head_in_fp8_pages_drafts_and_changes_no_answer(trained: Zoo) -> None:

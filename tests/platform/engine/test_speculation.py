@@ -359,7 +359,8 @@ def test_drafts_change_no_answer_and_no_charge_and_leave_no_page(
         if scheduler.is_idle:
             break
         harness.store.finish_all()
-        if turn % preempt_every == 2 and scheduler.running:
+        # At last preemptions end: a context may take more steps to compute again than there are between two of them.
+        if turn % preempt_every == 2 and turn < 1000 and scheduler.running:
             scheduler.state.preempt(scheduler.running[-1])
         if turn == 6:
             for number in cancelled:

@@ -109,9 +109,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     layers have states (linear attention, Mamba 2), keep states at the ends of some pages too."""
     speculation: Literal["off", "ngram", "mtp"] = "off"
     """Draft several tokens and verify them in one step, if the measured times show that this is faster. Answers do not
-    change. ngram: the tokens that followed an earlier occurrence of the latest tokens; on a GPU this has no effect for
-    models with linear attention or Mamba 2, and the log says so at start. mtp: the tokens that the base's own head for
-    multi-token prediction predicts, on a CPU with one rank; a checkpoint without the head is refused at start.
+    change. ngram: the tokens that followed an earlier occurrence of the latest tokens. mtp: the tokens that the base's
+    own head for multi-token prediction predicts, with one rank; a checkpoint without the head is refused at start.
     """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """The longest draft of a sequence in one step, in tokens."""

@@ -57,11 +57,6 @@ from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
 
-NO_DRAFTS_OVER_STATES = (
-    'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), over which nothing '
-    'is drafted on a GPU. Set it to "off".'
-)
-
 NO_IMAGES = -1
 """Value in the place of `Tower.whole_tokens` if prompts have no images."""
 
@@ -168,13 +163,12 @@ def assemble_share(
     limits = limits_on(model.device, settings.engine)
     if ranks is not None:  # their cards may differ
         limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
-    head = MultiTokenHead.load(model, Path(settings.model.path)) if settings.engine.speculation == "mtp" else None
+    head = None
+    if settings.engine.speculation == "mtp":
+        head = MultiTokenHead.load(model, Path(settings.model.path)).to(model.device)
     layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites))
     base_layers = layout.layers if head is None else layout.layers[:-1]
     states = StateLayout.of(model, layout.page_bytes)
-    if states.layers and limits.max_draft_tokens and model.device.type != "cpu":
-        logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)
-        limits = msgspec.structs.replace(limits, max_draft_tokens=0)
     page_elements = layout.page_elements
     # The linears are joined first, because the pool takes the free memory. Until the old form is freed, also in torch's
     # allocator, both forms would reduce the pool.
@@ -187,10 +181,10 @@ def assemble_share(
     packing, choice = _choose_packing(model, sites, settings)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
     weights = install(model, base, bank, packing, shard, pack)
-    weight_bytes = _bytes_read(model) + weights.packed_bytes
     if head is not None:
         head.pack(packing, bank)
-        weight_bytes += head.num_bytes
+        weights = replace(weights, packed_bytes=weights.packed_bytes + head.num_bytes)
+    weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, base_layers)
     install_state_layers(model)
     tower, whole_tokens = _open_tower(model, settings, ranks)
@@ -206,7 +200,7 @@ def assemble_share(
         activation_bytes = activation_bytes * limits.most_rows // probed + image_bytes
     activation_bytes += 0 if tower is None else tower.gpu_bytes
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
-    beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
+    beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits, head) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot, ranks)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
@@ -341,7 +335,12 @@ def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
 
 
 def _graph_bytes(
-    forward: Forward, layout: KvLayout, states: StateLayout, settings: Settings, limits: StepLimits
+    forward: Forward,
+    layout: KvLayout,
+    states: StateLayout,
+    settings: Settings,
+    limits: StepLimits,
+    head: MultiTokenHead | None,
 ) -> int:
     """Return the GPU memory that recorded steps will keep, from measuring the recordings of the largest steps.
 
@@ -371,6 +370,7 @@ def _graph_bytes(
             layout.block_size,
             states.num_pages,
             most_buckets=buckets,
+            drafter=None if head is None else HeadDrafter(head, forward, layout, page, states.num_pages),
         )
         torch.cuda.empty_cache()
         measured.append((sum(runner.graphs), before - torch.cuda.mem_get_info(device)[0]))
@@ -382,6 +382,7 @@ def _graph_bytes(
         limits.most_rows,
         is_invariant=forward.is_invariant,
         has_images=forward.effects.reaches_layers,
+        has_head=head is not None,
     )
     taken = extrapolate(measured[0], measured[1], recordings)
     logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)

@@ -102,7 +102,7 @@ class ReservedAttention:
         if self._states is not None:
             lists = self._states.of_single_rows if heights == 1 else self._states
             ends = np.array(prompt_ends(spans, packed.prompt_lens), dtype=np.int64)
-            lists.refill(spans, ends, packed.table_rows)
+            lists.refill(spans, ends, packed.table_rows, packed.draft_lens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +268,16 @@ class DecodeGraphs:
         logits: torch.Tensor,
         ends: StepEnds,
         most_buckets: int | None = None,
+        *,
+        hidden: torch.Tensor | None = None,
     ) -> None:
-        """`logits`: logits of any row, `[1, vocab]`; `most_buckets`: record only that many buckets, the largest."""
+        """`logits`: logits of any row, `[1, vocab]`; `most_buckets`: record only that many buckets, the largest.
+        `hidden` `[sequences, hidden]`: memory for the rows' hidden states; None: they are not kept."""
         self._forward, self._buffers, self._attention, self._ends = forward, buffers, attention, ends
         self._buckets = decode_buckets(buffers.max_sequences)
         # One result for all graphs: separate results would keep rows x vocabulary of the card's memory for each graph.
         self._logits = logits.new_empty(buffers.max_sequences, logits.shape[1])
+        self._hidden = hidden
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in self._buckets[::-1][:most_buckets]  # the largest first: the others fit into its memory
@@ -312,12 +316,18 @@ class DecodeGraphs:
         self._attention.attach(inputs.batch, heights=1)
         segments = None if kind is None else self._buffers.padded_segments(rows, (kind,))
 
+        hidden = None if self._hidden is None else self._hidden[:rows]
+
         def run() -> None:
             self._ends.begin(inputs.input_ids)
+            self._forward.keep_hidden(hidden is not None)
             output.copy_(self._forward(inputs, segments))
+            if hidden is not None:
+                hidden.copy_(self._forward.take_hidden())
+                self._forward.keep_hidden(False)  # a kept result of a later recording would hold its memory
             self._ends.choose(output)
 
-        return _Graph(record(run, (inputs, segments, self._ends)), _tile_map_of(segments))
+        return _Graph(record(run, (inputs, segments, self._ends, hidden)), _tile_map_of(segments))
 
 
 DecoderKind = Literal["base", "prompts", "pairs", "extras", "images"]
@@ -424,12 +434,21 @@ def kind_of(
     return "prompts" if (lengths > SHORT_SEGMENT_ROWS).all() else "pairs"
 
 
-def count_recordings(max_sequences: int, max_rows: int, *, is_invariant: bool = False, has_images: bool = False) -> int:
-    """Return the number of recordings of an engine whose steps have up to `max_sequences` and `max_rows` rows."""
+def count_recordings(
+    max_sequences: int,
+    max_rows: int,
+    *,
+    is_invariant: bool = False,
+    has_images: bool = False,
+    has_head: bool = False,
+) -> int:
+    """Return the number of recordings of an engine whose steps have up to `max_sequences` and `max_rows` rows.
+    `has_head`: a head for multi-token prediction follows them."""
     steps = step_buckets(min(max_rows, MOST_RECORDED_ROWS))
     shapes = decode_shapes(is_invariant=is_invariant)
     of_steps = sum(len(kinds_of(rows, is_invariant=is_invariant, has_images=has_images)) for rows in steps)
-    return len(decode_buckets(max_sequences)) * (1 + len(shapes)) + of_steps
+    of_head = len(steps) if has_head else 0
+    return len(decode_buckets(max_sequences)) * (1 + len(shapes)) + of_steps + of_head
 
 
 def decode_shapes(*, is_invariant: bool) -> tuple[TileShape, ...]:

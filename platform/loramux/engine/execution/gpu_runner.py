@@ -44,6 +44,8 @@ from loramux.engine.execution.device_sampler import (
     TokensInFlight,
     accepted,
 )
+from loramux.engine.execution.gpu_head import GpuHead
+from loramux.engine.execution.multi_token import HeadDrafter
 from loramux.engine.execution.runner import (
     NONE_POOLED,
     Forward,
@@ -100,7 +102,11 @@ class LaunchedForward:
         """Wait for the tokens."""
         assert self.tokens is not None, "they are chosen before they are read"
         self.runner.wait_for(self.tokens)
-        return accepted(self.tokens.events(), self.chunks) if self.rows.sampled.drafts else self.tokens.events()
+        events = self.tokens.events()
+        if self.rows.sampled.drafts:
+            events = accepted(events, self.chunks)
+            self.runner.keep_accepted(events)
+        return events
 
 
 class GpuRunner:
@@ -117,7 +123,7 @@ class GpuRunner:
         decode_graphs: DecodeGraphs,
         decoder_graphs: DecoderGraphs,
         block_size: int,
-        state_pages: int,
+        head: GpuHead | None,
     ) -> None:
         self.bank = forward.bank
         self.team: OtherRanks | None = None
@@ -132,14 +138,15 @@ class GpuRunner:
         self._decode_graphs = decode_graphs
         self._decoder_graphs = decoder_graphs
         self._block_size = block_size
-        self._state_pages = state_pages
+        self._state_pages = buffers.state_pages
+        self._head = head
         self._previous: SampledTokens | None = None
-        whole, decoders = decode_graphs.count, decoder_graphs.count
-        self.graphs = StepGraphs(whole.recorded + decoders.recorded, whole.missing + decoders.missing)
+        counts = [decode_graphs.count, decoder_graphs.count, *([] if head is None else [head.count])]
+        self.graphs = StepGraphs(sum(one.recorded for one in counts), sum(one.missing for one in counts))
 
     @classmethod
     @torch.inference_mode()
-    def build(
+    def build(  # noqa: PLR0913 - each is a fact that one engine has
         cls,
         forward: Forward,
         eos_token_ids: tuple[int, ...],
@@ -148,9 +155,11 @@ class GpuRunner:
         max_model_len: int,
         block_size: int,
         state_pages: int = 0,
+        *,
         most_buckets: int | None = None,
+        drafter: HeadDrafter | None = None,
     ) -> GpuRunner:
-        """Make a runner for steps of `limits`.
+        """Make a runner for steps of `limits`. `drafter` follows them.
 
         Every kernel is compiled, and every step recorded, before it returns. With `most_buckets` only so many buckets
         of rows are recorded, the largest: enough to measure what recordings take, not to serve.
@@ -172,6 +181,8 @@ class GpuRunner:
             # Before the reserved work lists: the copy of a step reaches from its first array to its last.
             sizes = (limits.most_sampled, sequences, logits.shape[1])
             sampler = DeviceSampler(eos_token_ids, buffers.memory, *sizes, device)
+        hidden_size = forward.model.config.get_text_config().hidden_size
+        head = None if drafter is None else GpuHead(drafter, buffers, hidden_size)
         ends = StepEnds(buffers, sampler, forward.ranks)
         record = choose_recorder(lambda: forward(inputs, None), device, over_ranks=forward.ranks is not None)
         shapes = attention_shapes(inputs.batch)
@@ -180,13 +191,17 @@ class GpuRunner:
             forward(ahead, None)
             shapes = tuple(dict.fromkeys((*shapes, *attention_shapes(ahead.batch))))
         attention = ReservedAttention(shapes, buffers)
-        hidden_size = forward.model.config.get_text_config().hidden_size
-        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, ends, most_buckets)
+        hidden = None if head is None else head.hidden
+        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, ends, most_buckets, hidden=hidden)
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
+        if head is not None:
+            head.record(record, most_buckets)
         if device.type == "cuda":  # other devices compile no kernels
+            if head is not None:
+                head.warm_up(attention.shapes)
             warm_up(forward, buffers, sampler, attention.shapes)
         graphs = decode_graphs, decoder_graphs
-        return cls(forward, constraints, buffers, ends, *graphs, block_size, state_pages)
+        return cls(forward, constraints, buffers, ends, *graphs, block_size, head)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
@@ -204,7 +219,10 @@ class GpuRunner:
             SampledRows.of(step.sampling), self._pending(step, packed), has_scored_rows=packed.scored is not None
         )
         images = self._forward.step_images(packed, self.image_rows)
-        self._forward.keep_hidden(bool(step.pooled))
+        keeps_hidden = bool(step.pooled) or self._head is not None
+        self._forward.keep_hidden(keeps_hidden)
+        if self._head is not None:
+            self._head.stage(step, packed)
         if self.team is not None:
             self.team.run(packed)  # what may fail on this rank alone comes before: the others would wait for it
         try:
@@ -214,11 +232,14 @@ class GpuRunner:
                 raise
             raise self.team.explained(error) from error
         logits, scores = split_scored(logits, packed.scored)
-        pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
+        hidden = self._forward.take_hidden() if keeps_hidden and not is_whole else logits[:0]
+        pooled = self._pooler.pool(hidden, step.pooled) if step.pooled else NONE_POOLED
         is_chosen = is_whole and rows.is_recordable
         launched = LaunchedForward(self, logits, step.sampling, rows, is_chosen, scores, pooled)
         if not any(sequence.request.constraint for sequence in rows.sampled.sequences):
             launched.sample()
+        if self._head is not None:  # after the choice, because the copy of the tokens waits for what is before it
+            self._head.follow(step, packed, None if is_whole else hidden, images)
         return launched
 
     @torch.inference_mode()
@@ -267,7 +288,14 @@ class GpuRunner:
         assert self._sampler is not None, "only rank 0 samples"
         in_flight = self._sampler.launch(launched.logits, launched.rows, masks, is_chosen=launched.is_chosen)
         self._previous = in_flight.sampled
+        if self._head is not None:
+            self._head.sampled = in_flight.sampled
         return in_flight
+
+    def keep_accepted(self, events: list[TokenEvent]) -> None:
+        """Take note of the tokens of the latest step, which had drafts."""
+        if self._head is not None:
+            self._head.drafter.keep_accepted(events)
 
     def forget(self, request_id: str) -> None:
         """Drop the request's seed, its sum of hidden states and the state of its constraint."""

@@ -105,7 +105,7 @@ def load_model(settings: Settings) -> LoadedModel:
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         device = choose_device(settings.engine.device)
-        refuse_head(settings, config, device)
+        refuse_head(settings, config)
         base = describe_base(directory)
         if settings.engine.batch_invariant and device.type == "cuda":
             refuse_batch_invariant(settings, base, config)
@@ -121,7 +121,7 @@ def load_model(settings: Settings) -> LoadedModel:
 def _load_ranks(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     base, sharding = divide(settings)
     device = choose_device(settings.engine.device)
-    refuse_head(settings, config, device)
+    refuse_head(settings, config)
     if settings.engine.batch_invariant and device.type == "cuda":
         refuse_batch_invariant(settings, base, config)
     with ExitStack() as locks:
@@ -335,7 +335,8 @@ def _runner(
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     runner = GpuRunner.build(
-        forward, eos, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
+        *(forward, eos, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages),
+        drafter=share.head,
     )
     runner.team = team
     return runner

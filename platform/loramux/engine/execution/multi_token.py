@@ -28,8 +28,9 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,32 +42,32 @@ from transformers import PretrainedConfig, PreTrainedModel
 from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import IMPLEMENTATION, AttentionStep, KvLayout, UnsupportedModel
 from loramux.engine.execution.multi_token_checkpoint import StoredHead
-from loramux.engine.execution.runner import Forward, PackedStep, decoder_of
+from loramux.engine.execution.runner import Forward, Ints, PackedStep, decoder_of
 from loramux.engine.execution.sharded_checkpoint import files_by_key
-from loramux.engine.execution.vision import rotary_positions
+from loramux.engine.execution.vision import StepImages, rotary_positions
 from loramux.engine.messages import TokenEvent
-from loramux.engine.scheduling.sequence import Sequence, Step
+from loramux.engine.scheduling.sequence import Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base_weights import QuantizedLinear, weight_of
-from loramux_adapters.families import LATENT_EXPANSION, family_of, tensors_of_heads
+from loramux_adapters.experts import multiply_on_gpu
+from loramux_adapters.families import EXPERT_PARAMETERS, LATENT_EXPANSION, family_of, tensors_of_heads
 from loramux_adapters.latent import LatentLinear, expands_latents, pass_latents
 from loramux_adapters.modules import replace_module
+from loramux_kernels.device import runs_triton, to_device
 from loramux_kernels.packed_linear import PackedLinear, Packing, as_multiplied
 from loramux_kernels.paged_attention import write_kv
-from loramux_kernels.tables import AttentionBatch
+from loramux_kernels.tables import AttentionBatch, KvLayer
 
 WAY_OUT = 'set engine.speculation to "ngram" or "off"'
 
 
-def refuse_head(settings: Settings, config: PretrainedConfig, device: torch.device) -> None:
+def refuse_head(settings: Settings, config: PretrainedConfig) -> None:
     """Raise UnsupportedModel if `engine.speculation = "mtp"` cannot be served; nothing but names is read."""
     if settings.engine.speculation != "mtp":
         return
     directory, form = Path(settings.model.path), family_of(config).multi_token
     if form is None or not form.is_served:
         reason = f"the engine serves no head for multi-token prediction of {config.model_type}"
-    elif device.type != "cpu":
-        reason = "the head drafts on CPUs alone: on a GPU a step is planned before its last token is known on the host"
     elif settings.engine.tensor_parallel_size > 1:
         reason = "ranks do not divide the head: engine.tensor_parallel_size = 1 serves it"
     elif not tensors_of_heads(config, files_by_key(directory)):
@@ -156,6 +157,8 @@ class MultiTokenHead(nn.Module):
                     setattr(module, name, LatentLinear(weight, module, site, bank))
                 else:
                     setattr(module, name, _Packed(linear, packing))
+            if all(isinstance(getattr(module, name, None), nn.Parameter) for name in EXPERT_PARAMETERS):
+                multiply_on_gpu(module)
 
     @property
     def num_bytes(self) -> int:
@@ -214,102 +217,210 @@ class _Packed(nn.Module):
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
+ROW_BEFORE, NO_PAIR, NO_PAGE = -1, -2, -1
+"""Values of `PairRows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRows:
+    """A step's pairs, one for each of its T rows, on the device."""
+
+    token_ids: torch.Tensor
+    """int64[T]"""
+    positions: torch.Tensor
+    """int64[T], or int64[3, T] by time, height and width."""
+    slots: torch.Tensor
+    """int64[T]; the place of each pair's keys and values. Negative on a GPU: a row that only pads the step."""
+    sources: torch.Tensor
+    """int64[T]; the page that holds the hidden state before the row's token. ROW_BEFORE: it is that of the row before.
+    NO_PAIR: the token is a sequence's first one."""
+    kept_in: torch.Tensor
+    """int64[T]; the page that is to hold the row's own hidden state, or NO_PAGE."""
+
+
+class StepTables(Protocol):
+    """Tokens and tables of sequences of the latest step, on the device."""
+
+    def last_tokens(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Return the last token of each sequence, int64[n], also if the host does not know it yet."""
+
+    def block_tables(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `block_table` and `table_rows` of an `AttentionBatch` of the sequences, with all their pages."""
+
+
+class HostTables:
+    """The tables of a CPU."""
+
+    def __init__(self, state_pages: int) -> None:
+        self._state_pages = state_pages
+
+    def last_tokens(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Return the last tokens, which the host knows."""
+        return torch.tensor([sequence.token_ids[-1] for sequence in sequences])
+
+    def block_tables(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a row of pages for each sequence."""
+        first, most = self._state_pages, max(len(sequence.pages) for sequence in sequences)
+        table = np.zeros((len(sequences), most - first), dtype=np.int32)
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.pages) - first] = sequence.pages[first:]
+        return torch.from_numpy(table), None
+
+
 class HeadDrafter:
-    """Follows the steps of a CPU's runner with the head, and drafts the tokens after the last ones."""
+    """Follows the steps of a runner with the head, and drafts the tokens after the last ones."""
 
     def __init__(
         self, head: MultiTokenHead, forward: Forward, layout: KvLayout, pool: torch.Tensor, state_pages: int
     ) -> None:
         self.head = head
+        self.tables: StepTables = HostTables(state_pages)
         self._forward = forward
         self._decoder: Any = decoder_of(forward.model)
         self._latest_hidden = layout.hidden_states(pool)
         self._block_size = layout.block_size
         self._state_pages = state_pages
+        self._device = pool.device
         self._hidden = torch.empty(0)
         """Hidden states of the latest step's rows."""
-        self._rows: dict[str, tuple[int, int]] = {}
-        """The place of the last sampled token, and the row before this token, by request of the latest step."""
+        self._rows: dict[str, tuple[int, int, int]] = {}
+        """First and one past the last position of the rows of each request that got a token in the latest step, and
+        its first row."""
+        self._drafted: list[tuple[Chunk, int]] = []
+        """Chunks of the latest step with drafts that are not computed again, and their first rows."""
+        self._slots: Ints = np.zeros(0, dtype=np.int64)
+        """Slots of the latest step's rows."""
+
+    def places_of(self, step: Step, packed: PackedStep) -> tuple[Ints, Ints]:
+        """Return `sources` and `kept_in` of a step's rows, as if all drafts were refused."""
+        firsts, lengths = packed.cu_seqlens[:-1], np.diff(packed.cu_seqlens)
+        starts, places = packed.context_lens - lengths, packed.position_ids
+        tables = np.arange(len(starts)) if packed.table_rows is None else packed.table_rows
+        sources = np.full(len(places), ROW_BEFORE, dtype=np.int64)
+        pages = packed.block_table[tables, np.maximum(starts - 1, 0) // self._block_size]
+        sources[firsts] = np.where(starts == 0, NO_PAIR, pages)
+        ends = packed.context_lens - np.array([len(chunk.drafts) for chunk in step.chunks])
+        lasts = np.repeat(ends, lengths) - 1
+        is_kept = (places == lasts) | ((places < lasts) & ((places + 1) % self._block_size == 0))
+        return sources, np.where(is_kept, packed.slot_mapping // self._block_size, NO_PAGE)
+
+    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor) -> None:
+        """Compute a step's pairs from its hidden states `[T, hidden]`, on a CPU."""
+        positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
+        arrays = (packed.input_ids, positions, packed.slot_mapping, *self.places_of(step, packed))
+        self.write(PairRows(*map(torch.from_numpy, arrays)), hidden, self._forward.images)
+        self.note(step, packed, hidden)
 
     @torch.inference_mode()
-    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Iterable[TokenEvent]) -> None:
-        """Write the keys and values of a step's pairs, from its hidden states `[T, hidden]` and the events of its
-        tokens. Pairs of refused drafts are overwritten by later steps, as KV is.
+    def write(self, rows: PairRows, hidden: torch.Tensor, images: StepImages | None = None) -> None:
+        """Write the keys and values of pairs, and keep hidden states `[T, hidden]`. Pairs of refused drafts are
+        overwritten by later steps, as KV is.
         """
-        lengths = np.diff(packed.cu_seqlens)
-        starts = packed.context_lens - lengths
-        before = np.maximum(starts - 1, 0) // self._block_size
-        pages = packed.block_table[np.arange(len(starts)), before]
+        sources = rows.sources[:, None]
         previous = torch.cat((hidden[:1], hidden[:-1]))
-        known = self._latest_hidden[torch.from_numpy(pages).long()]
-        known[torch.from_numpy(starts == 0)] = 0.0  # no pair; a page's earlier contents may be no numbers
-        previous[torch.from_numpy(packed.cu_seqlens[:-1]).long()] = known
-        embeddings = self._embed(torch.from_numpy(packed.input_ids))
-        if (images := self._forward.images) is not None:
+        previous = torch.where(sources >= 0, self._latest_hidden[rows.sources.clamp(min=0)], previous)
+        previous = previous.masked_fill(sources == NO_PAIR, 0.0)
+        embeddings = self._embed(rows.token_ids)
+        if images is not None:
             embeddings[images.rows] = images.features[0]
-        positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
         joined = self.head.join(embeddings, previous)
-        keys, values = self.head.keys_and_values(joined, self._angles(joined, torch.from_numpy(positions)))
-        write_kv(keys, values, self._forward.layers[self.head.index], torch.from_numpy(packed.slot_mapping))
-        self._note(step, packed, hidden, Counter(event.request_id for event in sampled))
+        keys, values = self.head.keys_and_values(joined, self._angles(joined, rows.positions))
+        write_kv(keys, values, self._forward.layers[self.head.index], rows.slots)
+        self.keep(hidden, rows.kept_in)
 
-    def _note(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Counter[str]) -> None:
-        """Keep the hidden states that later pairs need; `sampled` counts the tokens of each request."""
-        ends = []
-        self._hidden, self._rows = hidden, {}
-        for first, chunk in zip(packed.cu_seqlens.tolist(), step.chunks, strict=False):
-            end = chunk.end - len(chunk.drafts)
-            accepted = max(0, sampled[chunk.sequence.id] - 1) if chunk.drafts else 0
-            if chunk.num_sampled:
-                self._rows[chunk.sequence.id] = end + accepted, first + end + accepted - chunk.start - 1
-            # Over states, accepted drafts are computed once more.
-            ends.append(end if self._state_pages else end + accepted)
-        lasts = np.repeat(np.array(ends), np.diff(packed.cu_seqlens)) - 1
-        places = packed.position_ids
-        kept = (places == lasts) | ((places < lasts) & ((places + 1) % self._block_size == 0))
-        pages = packed.slot_mapping[kept] // self._block_size
-        self._latest_hidden[torch.from_numpy(pages)] = hidden[torch.from_numpy(kept)]
+    def keep(self, hidden: torch.Tensor, pages: torch.Tensor) -> None:
+        """Store hidden states `[n, hidden]` in their pages, if they have any."""
+        if not runs_triton(hidden):  # a CPU's operator stores every row
+            hidden, pages = hidden[pages >= 0], pages[pages >= 0]
+        rows, ends = hidden[:, None], self._latest_hidden[:, None, None]
+        write_kv(rows, rows, KvLayer(ends, ends, has_values_in_keys=True), pages)
+
+    def note(self, step: Step, packed: PackedStep, hidden: torch.Tensor) -> None:
+        """Remember the rows of a step: drafts after it read their hidden states, which stay valid until the next."""
+        self._hidden, self._slots = hidden, packed.slot_mapping
+        chunks = list(zip(step.chunks, packed.cu_seqlens.tolist(), strict=False))
+        self._rows = {one.sequence.id: (one.start, one.end, first) for one, first in chunks if one.num_sampled}
+        self._drafted = [] if self._state_pages else [pair for pair in chunks if pair[0].drafts]
+
+    @torch.inference_mode()
+    def keep_accepted(self, events: Iterable[TokenEvent]) -> None:
+        """Keep the hidden states of accepted drafts, from the events of the latest step's tokens. Over states, accepted
+        drafts are computed once more."""
+        if not self._drafted:
+            return
+        tokens = Counter(event.request_id for event in events)
+        rows = []
+        for chunk, first in self._drafted:
+            begin = chunk.end - len(chunk.drafts)
+            last = begin + tokens[chunk.sequence.id] - 2
+            kept = (place for place in range(begin, last + 1) if place == last or (place + 1) % self._block_size == 0)
+            rows += [first + place - chunk.start for place in kept]
+        if rows:
+            pages = to_device(self._slots[rows] // self._block_size, self._device)
+            self.keep(self._hidden[to_device(np.array(rows), self._device)], pages)
 
     def knows(self, sequence: Sequence) -> bool:
         """Return whether the latest step sampled the last token of `sequence`: only then it can get drafts."""
-        place, _ = self._rows.get(sequence.id, (-1, -1))
-        return place == len(sequence.token_ids) - 1
+        start, end, _ = self._rows.get(sequence.id, (0, 0, 0))
+        return start <= len(sequence.token_ids) - 2 < end
 
     @torch.inference_mode()
     def draft(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return as many drafts of each sequence as are asked for; it must be known and have the pages of all drafts
-        but the last."""
+        but the last. The host waits for a GPU once, after all drafts."""
         order = sorted(range(len(asked)), key=lambda i: -asked[i][1])  # so that those with further drafts are the first
         sequences, counts = [asked[i][0] for i in order], [asked[i][1] for i in order]
+        tokens = self.tables.last_tokens(sequences)
+        table, table_rows = self.tables.block_tables(sequences)
+        rows = [self._row_before(sequence) for sequence in sequences]
+        hidden, found = self._hidden[to_device(np.array(rows), self._device)], []
+        for ahead in range(counts[0]):
+            active = sum(count > ahead for count in counts)
+            batch = self._batch(sequences[:active], ahead, table, None if table_rows is None else table_rows[:active])
+            positions = to_device(_rotary_places(sequences[:active], ahead), self._device)
+            hidden, tokens = self.predict(tokens[:active], hidden[:active], positions, batch)
+            found.append(tokens)
         drafts: list[list[int]] = [[] for _ in asked]
-        tokens = torch.tensor([sequence.token_ids[-1] for sequence in sequences])
-        hidden = self._hidden[[self._rows[sequence.id][1] for sequence in sequences]]
-        for place in range(counts[0]):
-            active = sum(count > place for count in counts)
-            hidden = self._run(tokens[:active], hidden[:active], sequences[:active], place)
-            output = self.head.lm_head or self._forward.model.get_output_embeddings()
-            tokens = output(hidden).argmax(-1)
-            for i, token in zip(order, tokens.tolist(), strict=False):
+        whole = iter(torch.cat(found).tolist())
+        for tokens in found:
+            for i, token in zip(order[: len(tokens)], whole, strict=False):
                 drafts[i].append(token)
         return drafts
 
-    def _run(self, tokens: torch.Tensor, hidden: torch.Tensor, sequences: list[Sequence], ahead: int) -> torch.Tensor:
-        """Return g `[n, hidden]` of pairs at the places `ahead` of the sequences' last tokens."""
-        places = np.array([len(sequence.token_ids) - 1 + ahead for sequence in sequences])
-        tables = _block_table(sequences, self._state_pages)
-        pages = tables[np.arange(len(places)), places // self._block_size].astype(np.int64)
-        contexts = torch.from_numpy(places.astype(np.int32) + 1)
-        batch = AttentionBatch(
+    def _row_before(self, sequence: Sequence) -> int:
+        """Return the latest step's row before the last token of `sequence`."""
+        start, _, first = self._rows[sequence.id]
+        return first + len(sequence.token_ids) - 2 - start
+
+    def _batch(
+        self, sequences: list[Sequence], ahead: int, table: torch.Tensor, table_rows: torch.Tensor | None
+    ) -> AttentionBatch:
+        """Return the batch of a row of each sequence, `ahead` of its last token."""
+        places = [len(sequence.token_ids) - 1 + ahead for sequence in sequences]
+        size, first = self._block_size, self._state_pages
+        pages = [one.pages[first + place // size] for one, place in zip(sequences, places, strict=True)]
+        slots = np.array(pages, dtype=np.int64) * size + np.array(places) % size
+        contexts = torch.tensor(places, dtype=torch.int32) + 1
+        return AttentionBatch(
             cu_seqlens=torch.arange(len(places) + 1, dtype=torch.int32),
             context_lens=contexts,
-            block_table=torch.from_numpy(tables),
-            slot_mapping=torch.from_numpy(pages * self._block_size + places % self._block_size),
+            block_table=table if table_rows is not None else table[: len(places)],
+            slot_mapping=to_device(slots, self._device),
+            table_rows=table_rows,
+            is_invariant=self._forward.is_invariant,
             key_ranges=torch.stack((torch.ones_like(contexts), contexts), dim=1),
         )
+
+    def predict(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return g `[n, hidden]` of the pairs of `tokens` and `hidden`, and the tokens that it predicts."""
         joined = self.head.join(self._embed(tokens), hidden)
-        angles = self._angles(joined, torch.from_numpy(_rotary_places(sequences, places)))
-        result: torch.Tensor = self.head(joined, angles, AttentionStep(self._forward.layers, batch))
-        return result
+        result: torch.Tensor = self.head(
+            joined, self._angles(joined, positions), AttentionStep(self._forward.layers, batch)
+        )
+        output = self.head.lm_head or self._forward.model.get_output_embeddings()
+        return result, output(result).argmax(-1)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings without adapters, `[n, hidden]`; a token that an adapter has added gets that of another
@@ -326,16 +437,10 @@ class HeadDrafter:
         return found
 
 
-def _block_table(sequences: list[Sequence], state_pages: int) -> NDArray[np.int32]:
-    """Return the pages of the sequences' KV, int32[n, most pages]."""
-    table = np.zeros((len(sequences), max(len(sequence.pages) for sequence in sequences) - state_pages), dtype=np.int32)
-    for row, sequence in enumerate(sequences):
-        table[row, : len(sequence.pages) - state_pages] = sequence.pages[state_pages:]
-    return table
-
-
-def _rotary_places(sequences: list[Sequence], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions of `places`: int64[n], or int64[3, n] if a sequence has images."""
+def _rotary_places(sequences: list[Sequence], ahead: int) -> NDArray[np.int64]:
+    """Return the positions of the places `ahead` of the sequences' last tokens: int64[n], or int64[3, n] if a sequence
+    has images."""
+    places = np.array([len(sequence.token_ids) - 1 + ahead for sequence in sequences])
     if not any(sequence.request.images for sequence in sequences):
         return places
     found = np.tile(places, (3, 1))

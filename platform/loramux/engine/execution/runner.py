@@ -88,8 +88,11 @@ class StepGraphs(NamedTuple):
 class StepFollower(Protocol):
     """A reader of each step's hidden states."""
 
-    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor, sampled: Iterable[TokenEvent]) -> None:
-        """Read a step's hidden states after the last norm, `[T, hidden]`; `sampled` are the events of its tokens."""
+    def follow(self, step: Step, packed: PackedStep, hidden: torch.Tensor) -> None:
+        """Read a step's hidden states after the last norm, `[T, hidden]`."""
+
+    def keep_accepted(self, events: Iterable[TokenEvent]) -> None:
+        """Take note of the tokens of the step that was followed last."""
 
 
 class Runner(Protocol):
@@ -701,7 +704,8 @@ class CpuRunner:
         pooled = self._pooler.pool(hidden, step.pooled) if step.pooled else NONE_POOLED
         events = self._sampler.sample(logits, step.sampling, masks.result() if masks is not None else None)
         if self._follower is not None:
-            self._follower.follow(step, packed, hidden, events)
+            self._follower.follow(step, packed, hidden)
+            self._follower.keep_accepted(events)
         return CompletedStep(events, scores, pooled)
 
     def forget(self, request_id: str) -> None:

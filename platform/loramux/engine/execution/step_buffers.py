@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from loramux.engine.execution.runner import PackedStep, PageChanges, StepInputs
 from loramux.engine.execution.vision import NO_EFFECTS, ImageEffects
-from loramux.engine.scheduling.sequence import Chunk
+from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
 from loramux_kernels.device import to_device
 from loramux_kernels.staged_memory import StagedMemory
@@ -58,13 +58,24 @@ class BlockTables:
 
     def rows_of(self, chunks: Collection[Chunk]) -> NDArray[np.int64]:
         """Return the row of each chunk's sequence, int64[S], and note the pages that `on_device` lacks."""
-        if missing := [c.sequence.id for c in chunks if c.sequence.id not in self._row_of]:
+        return self._rows_of([chunk.sequence for chunk in chunks])
+
+    def rows_with_pages(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
+        """Return the row of each sequence, int64[S], after writing the pages that `on_device` lacks, between two
+        steps."""
+        rows = self._rows_of(sequences)
+        if (changes := self.take_changes()) is not None:
+            self._write(changes)
+        return rows
+
+    def _rows_of(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
+        if missing := [sequence.id for sequence in sequences if sequence.id not in self._row_of]:
             if len(missing) > len(self._free):
-                self._forget_all_but({c.sequence.id for c in chunks})
+                self._forget_all_but({sequence.id for sequence in sequences})
             self._row_of |= {name: self._free.pop() for name in missing}
-        rows = [self._row_of[c.sequence.id] for c in chunks]
-        for row, chunk in zip(rows, chunks, strict=True):
-            held, pages = self._held[row], chunk.sequence.pages
+        rows = [self._row_of[sequence.id] for sequence in sequences]
+        for row, sequence in zip(rows, sequences, strict=True):
+            held, pages = self._held[row], sequence.pages
             if held != pages:
                 first = len(held) if held == pages[: len(held)] else 0
                 self.pages[row, first : len(pages)] = pages[first:]
@@ -85,12 +96,15 @@ class BlockTables:
         """Put changes into the step's copy. Changes that it has no room for are written now, by separate copies."""
         places, values = changes or NO_CHANGES
         if len(places) > NUM_PATCHES:
-            where, pages = to_device(places, self._device), to_device(values, self._device)
-            self.on_device.view(-1).index_copy_(0, where, pages)
+            self._write(PageChanges(places, values))
             places, values = NO_CHANGES
         count = len(places)
         self._places.on_host(count)[:], self._values.on_host(count)[:] = places, values
         self._number.on_host(1)[0] = count
+
+    def _write(self, changes: PageChanges) -> None:
+        where, pages = (to_device(part, self._device) for part in changes)
+        self.on_device.view(-1).index_copy_(0, where, pages)
 
     def apply(self) -> None:
         """Launch the write of what was staged and sent; it is recorded too."""
@@ -132,7 +146,7 @@ class StepBuffers:
         self._max_rank = max_rank
         tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
         lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
-        self.memory = StagedMemory(lists + 8 * 16 * max_rows, device)
+        self.memory = StagedMemory(lists + 8 * 18 * max_rows, device)
         """Memory that a step sends in one copy."""
         # Rows: input ids, positions (three of them if tokens have places), KV slots and adapters' slots.
         self._rows = self.memory.reserve((6 if effects.has_places else 4, max_rows), torch.int64)
@@ -182,6 +196,7 @@ class StepBuffers:
                 is_invariant=self.is_invariant,
                 row_ends=None if packed.row_ends is None else self._ends(length),
                 activations=None if packed.activations is None else torch.from_numpy(packed.activations),
+                draft_lens=None if packed.draft_lens is None else torch.from_numpy(packed.draft_lens),
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )

@@ -26,8 +26,8 @@ the drafts of a step. So accepted drafts are computed once more, as further rows
 (`Sequence.num_repeated`), and an accepted token costs two rows.
 
 **Sources.** Prompt lookup (`Drafter.lookup`) costs nothing and finds copies alone. The base's own head for multi-token
-prediction (`DraftHead`) drafts for all sequences together, after it is known how many drafts each of them gets. Its
-time is in the measured time of the steps, too.
+prediction (`DraftHead`) drafts for all sequences together, after it is known how many drafts each of them gets. On a
+GPU it reads a PENDING token there, and needs no guess. Its time is in the measured time of the steps, too.
 
 A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both return to the first guess
 while drafts save no time, so that a request that begins to repeat text gets drafts again.

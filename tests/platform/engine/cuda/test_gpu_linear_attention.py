@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from adapter_zoo import CUT_HYBRIDS, HYBRIDS, NOT_FOR_PEFT, Asked, serve
+from eager_drafts import draft_always
 from formats import FormatZoo
 from preempting import preempting
 
@@ -67,3 +68,26 @@ def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplo
     assert stats.preemptions > 0
     assert stats.pages_kv == 0
     assert stats.cached_tokens == len(again.prompt) // size * size
+
+
+@pytest.mark.parametrize("family", [*QUICK, "lfm2"])
+def test_gpu_hybrid_with_drafts_in_mixed_steps_preempted_answers_as_peft_does(tmp_path, family: str) -> None:
+    """Refused drafts leave no trace in a state; accepted ones are computed again after the state before them."""
+    zoo = make_zoo(family, tmp_path)
+    asked = [
+        Asked("r0", "all", (5, 6, 7), 9),
+        Asked("r1", None, (11,), 8),
+        Asked("r2", "inputs", tuple(range(3, 40)), 6),
+    ]
+    answers = {one.name: zoo.answer(one) for one in asked}
+    sizes = {"block_size": 32, "max_model_len": 64} if family in CUT_HYBRIDS else {"max_model_len": 128}
+    sizes |= {"speculation": "ngram", "max_draft_tokens": 4}
+    engine = zoo.engine(device=DEVICE, max_num_seqs=3, max_num_batched_tokens=36, **sizes)
+    engine._runner.bank.pool.fill_(float("nan"))
+    engine = preempting(engine, every=5)
+    draft_always(engine.scheduler, lambda own: answers[own.id], seed=3, most=4)
+    assert serve(zoo, engine, asked, arrivals=[0, 0, 1]) == answers
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.preemptions > 0
+    assert stats.pages_kv == 0

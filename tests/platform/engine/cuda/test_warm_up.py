@@ -12,10 +12,9 @@ from adapter_zoo import Asked, to_request
 from formats import FormatZoo
 from llguidance import LLMatcher
 from msgspec.structs import replace
-from recorded_steps import recorded
+from recorded_steps import record_and_run, recorded
 from specializations import specialization
 
-from loramux.engine.execution.cuda_graphs import Recording
 from loramux.engine.execution.gpu_runner import warm_up
 from loramux.engine.messages import Constraint
 from loramux_adapters.bank import StepExtras
@@ -26,12 +25,6 @@ from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIGITS = Constraint(grammar=LLMatcher.grammar_from_regex("[0-9]{5}"), field="f")
-
-
-def record_and_run(function, inputs) -> Recording:
-    """Record as a card does: what is recorded is compiled."""
-    function()
-    return Recording(function, inputs)
 
 
 @pytest.mark.slow
