@@ -82,7 +82,7 @@ def refuse_head(settings: Settings, config: PretrainedConfig) -> None:
 
 
 class MultiTokenHead(nn.Module):
-    """The parts of the head that are its own, with the names of Qwen's checkpoints."""
+    """The parts of the head that are its own, with the names to which families' tables map those of checkpoints."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Make the head of transformers' modules for `model`, which still has its own modules."""

@@ -1,6 +1,6 @@
 """The head for multi-token prediction in a checkpoint: where its tensors are, and its weights read from them.
 
-If a checkpoint has several heads, the first drafts all tokens. DeepSeek and GLM save the base's embedding and output
+If a checkpoint has several heads, the first drafts all tokens. Some families save the base's embedding and output
 matrix with the head once more: such copies are not read. Linears are codes if the checkpoint is quantized and did not
 leave the head out.
 """
