@@ -40,7 +40,7 @@ from loramux_api.auth import platform_of, principal_of
 from loramux_api.bodies import AnyRequest, ClientDisconnected, drop_body
 from loramux_api.custom_calls import InputReader
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers
-from loramux_api.http_layer import body_sender
+from loramux_api.http_layer import ReaderLimit, body_sender
 from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
 from loramux_api.schemas.chat import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
 from loramux_api.schemas.sampling import SamplingBody
@@ -317,11 +317,13 @@ class AnswerStream(Stream):
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
             send_event = body_sender(scope, send)
 
-            async def send_part(message: Message) -> None:
-                await (send_event if message.get("more_body") else send)(message)
-
             try:
-                await response(scope, receive, send_part)
+                async with ReaderLimit(scope) as reader:
+
+                    async def send_part(message: Message) -> None:
+                        await reader.take((send_event if message.get("more_body") else send)(message))
+
+                    await response(scope, receive, send_part)
             finally:
                 self._answer.abandon()
 

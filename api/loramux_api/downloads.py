@@ -1,13 +1,11 @@
 """Downloads: files that a caller stored are saved by its browser, never shown as pages of this origin.
 
 A client may request a file and not read it. Bytes that are read ahead count in the tenant's share of memory, so a
-client that reads nothing for READER_SECONDS is disconnected.
+client that reads nothing is disconnected (`ReaderLimit`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 from urllib.parse import quote
@@ -15,12 +13,7 @@ from urllib.parse import quote
 from litestar.response import Stream
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from loramux_api.headers import request_id
-
-READER_SECONDS = 60.0
-"""The time in which a client must take the next part of a download."""
-
-logger = logging.getLogger(__name__)
+from loramux_api.http_layer import ReaderLimit
 
 
 def file_headers(filename: str, disposition: Literal["attachment", "inline"]) -> dict[str, str]:
@@ -52,14 +45,13 @@ class Download(Stream):
         response = super().to_asgi_response(*args, **kwargs)
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_in_time(message: Message) -> None:
-                async with asyncio.timeout(READER_SECONDS):
-                    await send(message)
-
             try:
-                await response(scope, receive, send_in_time)
-            except* TimeoutError:  # the announced length, or the missing last chunk, tells the client that it is cut
-                logger.info("request %s: its client took nothing for %g s", request_id(scope), READER_SECONDS)
+                async with ReaderLimit(scope) as reader:
+
+                    async def send_noted(message: Message) -> None:
+                        await reader.take(send(message))
+
+                    await response(scope, receive, send_noted)
             finally:
                 await self._content.aclose()
 

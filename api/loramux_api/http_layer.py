@@ -4,6 +4,7 @@
     HEAD         is answered like GET, without the body
     gzip         a body is decoded as it comes, so that every bound counts decoded bytes; other encodings are refused
     timing       `openai-processing-ms`, which clients log
+    reading      a client that takes nothing of a download or of a stream is disconnected
     closing      an answer before the end of a long body says that the connection closes: servers do not read the rest
 
 granian forwards no Content-Length together with a Transfer-Encoding: it reads the chunks and closes the connection (RFC
@@ -13,10 +14,14 @@ granian forwards no Content-Length together with a Transfer-Encoding: it reads t
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 import zlib
 from collections import Counter
+from collections.abc import Awaitable
 from http import HTTPStatus
+from types import TracebackType
 from typing import Any, cast
 
 import msgspec
@@ -32,8 +37,12 @@ READ_ANYWAY = 8 << 10
 """Maximum bytes of an unread body with which the connection stays open: so few bytes have arrived together with the
 head.
 """
+READER_SECONDS = 60.0
+"""Seconds in which a client must take the next part of a download or of a stream."""
 _TIMED = "/v1/"
 _BODY_SENDER = "loramux.body_sender"
+
+logger = logging.getLogger(__name__)
 
 
 class UnsupportedEncoding(ServingError):
@@ -91,6 +100,52 @@ def body_sender(scope: Scope, send: Send) -> Send:
     changes the parts.
     """
     return cast(Send, (scope.get("extensions") or {}).get(_BODY_SENDER, send))
+
+
+class ReaderLimit:
+    """Ends a block that sends a body, if the client takes nothing of a part for READER_SECONDS.
+
+    Else what waits for the client would stay in memory for as long as it keeps the connection. A stream has a part for
+    each token, so all parts of a body have one timer, which looks at the part that is being sent.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._clock = asyncio.get_running_loop().time
+        self._since = math.inf
+        """Time since which a part is being sent; inf if none is."""
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle
+
+    async def take(self, sending: Awaitable[None]) -> None:
+        """Wait until the client has taken a part."""
+        self._since = self._clock()
+        await sending
+        self._since = math.inf
+
+    async def __aenter__(self) -> ReaderLimit:
+        """Begin to look at the parts."""
+        await self._limit.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """End the body without its end, by which the client sees that it is cut."""
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            logger.info("request %s: its client took nothing for %g s", request_id(self._scope), READER_SECONDS)
+            return True
+        return False
+
+    def _look(self) -> None:
+        if self._clock() - self._since >= READER_SECONDS:
+            self._limit.reschedule(self._clock())
+        else:
+            self._timer = asyncio.get_running_loop().call_later(READER_SECONDS / 4, self._look)
 
 
 def _has_long_body(scope: HTTPScope) -> bool:

@@ -15,6 +15,8 @@ import pytest
 from scripted_engine import EOS
 from site_fixture import Site
 
+from loramux_api import http_layer
+
 TEXT = {"model": "tiny", "prompt": "hi"}
 STREAM = TEXT | {"stream": True}
 
@@ -134,6 +136,25 @@ def test_two_hundred_streams_at_once_each_get_their_own_answer(site: Site) -> No
 
     assert asyncio.run(all_of_them()) == [f"stream {i}" for i in range(200)]
     assert site.engine.running == 0
+
+
+def test_client_that_takes_nothing_of_a_stream_is_disconnected(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its answer would stay in memory for as long as it keeps the connection."""
+    monkeypatch.setattr(http_layer, "READER_SECONDS", 0.4)
+    choices, tokens = 128, 200  # together more than the buffers of the sockets hold
+    site.engine.script = lambda request: [65] * tokens
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", int(site.url.rsplit(":", 1)[1])))
+        silent.sendall(raw_post(site, STREAM | {"n": choices, "max_tokens": tokens}))
+        until(lambda: len(site.engine.requests) == choices and site.engine.running == 0)
+        time.sleep(2)
+        silent.settimeout(60)
+        received = b""
+        while (data := silent.recv(1 << 20)) and not received.endswith(b"0\r\n\r\n"):
+            received += data
+    assert b"[DONE]" not in received
+    assert 0 < received.count(b"data: ") < choices * tokens
 
 
 def test_the_response_of_a_stream_survives_a_keep_alive_connection(site: Site) -> None:

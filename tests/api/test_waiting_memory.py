@@ -16,7 +16,7 @@ import httpx
 import pytest
 from site_fixture import Site
 
-from loramux_api import downloads
+from loramux_api import http_layer
 
 MIB = 1 << 20
 TEXT = "/v1/completions"
@@ -113,7 +113,7 @@ def test_downloads_that_are_not_read_are_counted_and_take_a_part_of_a_file_each(
 def test_a_reader_that_takes_nothing_is_disconnected(
     site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "READER_SECONDS", 0.3)
+    monkeypatch.setattr(http_layer, "READER_SECONDS", 0.3)
     memory = site.server.app.state.platform.memory
     file = upload(client, b"x" * (15 * MIB))
     with reader(site, file) as silent:

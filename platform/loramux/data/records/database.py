@@ -399,7 +399,7 @@ def first_line(error: SQLAlchemyError) -> str:
 
 def _probe_engine(url: URL) -> AsyncEngine:
     if sqlite_file(url) is None:
-        return create_async_engine(url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=connect_args(url))
+        return _postgres_engine(url, pool_size=1, max_overflow=0)
     return _sqlite_engine(url, is_reader=True, pool_size=1)
 
 
@@ -419,6 +419,14 @@ def _sqlite_engine(url: URL, *, is_reader: bool, **options: Any) -> AsyncEngine:
             connection.connection.driver_connection.begin(statement)
 
     return engine
+
+
+def _postgres_engine(url: URL, **options: Any) -> AsyncEngine:
+    """Return an engine whose connections are tested when they are taken from its pool, and are BoundedConnections."""
+    from loramux.data.records.bounded_connection import BoundedConnection  # an embedded database needs no driver
+
+    arguments = {**connect_args(url), "async_creator_fn": BoundedConnection.connect}
+    return create_async_engine(url, pool_pre_ping=True, connect_args=arguments, **options)
 
 
 def connect_args(url: URL) -> dict[str, int]:
@@ -442,14 +450,7 @@ def _bound_lock_waits(engine: Engine) -> None:
 def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine, AsyncEngine]:
     """Return the engines that write, that read one snapshot, and that look up without a snapshot."""
     if sqlite_file(url) is None:
-        engine = create_async_engine(
-            url,
-            pool_pre_ping=True,
-            pool_size=10,
-            max_overflow=10,
-            pool_timeout=CONNECT_SECONDS,
-            connect_args=connect_args(url),
-        )
+        engine = _postgres_engine(url, pool_size=10, max_overflow=10, pool_timeout=CONNECT_SECONDS)
         _bound_lock_waits(engine.sync_engine)
         snapshots = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         return engine, snapshots, engine

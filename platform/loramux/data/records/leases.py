@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, Executable, func, select, update
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Mapped
 
 from loramux.data.records.database import Database, first_line, is_postgresql, sqlite_file
@@ -28,6 +28,9 @@ SERVERS = 7_401_003
 
 LOCK_SECONDS = 1.0
 """Seconds between two looks at the connection that shows other processes that this one lives."""
+
+FROZEN_SECONDS = 10.0
+"""Seconds after which a database that does not answer on the connection of a lock is frozen."""
 
 TRAINERS = 7_401_008
 """The first part of the two-part PostgreSQL locks of living trainers; the second is the hash of the trainer's id."""
@@ -123,20 +126,29 @@ async def _keep_locked(
     while not ended.is_set():
         try:
             async with database.connect() as connection:
-                await connection.execute(select(func.pg_advisory_lock(*key)))
-                await connection.commit()
+                await _execute(connection, select(func.pg_advisory_lock(*key)))
                 if not held.done():
                     held.set_result(None)
                 while not await _is_set_within(ended, LOCK_SECONDS):
-                    await connection.execute(select(1))
-                    await connection.commit()
-                await connection.execute(select(func.pg_advisory_unlock(*key)))
-                await connection.commit()
+                    await _execute(connection, select(1))
+                await _execute(connection, select(func.pg_advisory_unlock(*key)))
         except (DBAPIError, PoolTimeout, OSError) as error:
             if not held.done():
                 reason = first_line(error) if isinstance(error, SQLAlchemyError) else error
                 raise RecordsUnavailable(f"the database does not answer: {reason}") from error
             await _is_set_within(ended, LOCK_SECONDS)
+
+
+async def _execute(connection: AsyncConnection, statement: Executable) -> None:
+    """Execute a statement that takes no time. Raises TimeoutError if the database is frozen: it would never answer, and
+    the start or the end of the server would wait for it.
+    """
+    try:
+        async with asyncio.timeout(FROZEN_SECONDS):
+            await connection.execute(statement)
+            await connection.commit()
+    except TimeoutError:
+        raise TimeoutError(f"it did not answer within {FROZEN_SECONDS:g} s") from None
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

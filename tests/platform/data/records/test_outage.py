@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import sqlalchemy as sa
 
+from loramux.data.records import bounded_connection as connection_module
 from loramux.data.records import database as database_module
+from loramux.data.records import leases as leases_module
 from loramux.data.records.database import Database, parse_url
 from loramux.data.records.errors import RecordsError, RecordsUnavailable
+from loramux.data.records.leases import server_liveness
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +72,18 @@ class Proxy:
             await self._answers.wait()
             writer.write(data)
         writer.close()
+
+
+class FreezingFunctions:
+    """SQL's functions; the server freezes before it gets the first of them as a statement."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    def __getattr__(self, name: str) -> object:
+        if name == "pg_advisory_lock":
+            self._proxy.hang()
+        return getattr(sa.func, name)
 
 
 @pytest.fixture
@@ -140,6 +155,47 @@ async def test_silent_database_is_unavailable_in_bounded_time(database: Database
     outcomes = await asyncio.wait_for(asyncio.gather(*(ask(database) for _ in range(40)), return_exceptions=True), 60)
     assert {type(outcome) for outcome in outcomes} == {RecordsUnavailable}
     assert not await database.is_reachable()
+
+
+async def test_statement_that_hangs_in_a_transaction_is_unavailable_in_bounded_time(
+    database: Database, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 0.5)
+
+    async def hang() -> None:
+        async with database.begin() as session:
+            await session.execute(sa.text("SELECT 1"))
+            proxy.hang()
+            await session.execute(sa.text("SELECT 2"))
+
+    with pytest.raises(RecordsUnavailable, match=r"did not answer within 0\.5 s"):
+        await asyncio.wait_for(hang(), 60)
+
+
+@pytest.mark.parametrize("begins_frozen", [True, False])
+async def test_sign_of_life_ends_if_the_database_is_frozen(
+    database: Database, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, *, begins_frozen: bool
+) -> None:
+    """So neither the start of a server hangs without a line, nor its end."""
+    monkeypatch.setattr(leases_module, "FROZEN_SECONDS", 0.5)
+    monkeypatch.setattr(leases_module, "LOCK_SECONDS", 0.1)
+    await ask(database)  # the pool has a connection
+
+    async def live() -> None:
+        if begins_frozen:
+            monkeypatch.setattr(leases_module, "func", FreezingFunctions(proxy))
+        async with server_liveness(database, "server"):
+            proxy.hang()
+
+    living = asyncio.create_task(live())
+    await asyncio.wait({living}, timeout=60)
+    assert living.done()
+    error = living.exception()
+    if begins_frozen:
+        assert isinstance(error, RecordsUnavailable)
+        assert "did not answer within 0.5 s" in str(error)
+    else:
+        assert error is None
 
 
 async def test_outage_is_told_in_one_line(database: Database, proxy: Proxy) -> None:
