@@ -7,7 +7,6 @@ rows, not with their contexts.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 
@@ -48,7 +47,6 @@ class BlockTables:
         self.on_device = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
         self.pages = np.zeros((max_sequences, max_blocks), dtype=np.int32)
         """The host's copy of `on_device`."""
-        self._held: list[Items[int]] = [array("i")] * max_sequences
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_sequences))
         self._places = memory.reserve((NUM_PATCHES,), torch.int64)
@@ -58,18 +56,18 @@ class BlockTables:
 
     def rows_of(self, chunks: Collection[Chunk]) -> NDArray[np.int64]:
         """Return the row of each chunk's sequence, int64[S], and note the pages that `on_device` lacks."""
-        if missing := [c.sequence.id for c in chunks if c.sequence.id not in self._row_of]:
+        if missing := [c.sequence for c in chunks if c.sequence.id not in self._row_of]:
             if len(missing) > len(self._free):
                 self._forget_all_but({c.sequence.id for c in chunks})
-            self._row_of |= {name: self._free.pop() for name in missing}
+            for sequence in missing:
+                self._row_of[sequence.id], sequence.num_unchanged_pages = self._free.pop(), 0
         rows = [self._row_of[c.sequence.id] for c in chunks]
         for row, chunk in zip(rows, chunks, strict=True):
-            held, pages = self._held[row], chunk.sequence.pages
-            if held != pages:
-                first = len(held) if held == pages[: len(held)] else 0
-                self.pages[row, first : len(pages)] = pages[first:]
-                self._changed.append((row, first, len(pages)))
-                self._held[row] = pages[:]
+            first, end = chunk.sequence.num_unchanged_pages, len(chunk.sequence.pages)
+            if first < end:
+                self.pages[row, first:end] = chunk.sequence.pages[first:]
+                self._changed.append((row, first, end))
+                chunk.sequence.num_unchanged_pages = end
         return np.array(rows, dtype=np.int64)
 
     def take_changes(self) -> PageChanges | None:
