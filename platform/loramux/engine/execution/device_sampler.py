@@ -384,7 +384,7 @@ class RowParameters:
         self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
 
     def use(self, sequences: list[Sequence], seed_of: Callable[[Sequence], int]) -> None:
-        """Read the rows' seeds and parameters, for this step and those after it with the same rows."""
+        """Read the seeds and parameters of the rows of this step, and of later steps with the same rows."""
         params = [sequence.request.sampling for sequence in sequences]
         floats = [[_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS]
         floats += np.clip([[getattr(p, name) for p in params] for name in PENALTIES], -LARGEST, LARGEST).tolist()
