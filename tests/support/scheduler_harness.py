@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
+
+from loramux.engine.execution.step_buffers import BlockTables
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.memory.residency import Inspected, Residency, ResidencyPolicy, StoreJob
@@ -14,6 +17,7 @@ from loramux.engine.messages import AdapterRef, EngineFault, Request, SamplingPa
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Sequence, Step
+from loramux_kernels.staged_memory import StagedMemory
 
 INVOCATION = (8, 8, 7)
 
@@ -199,6 +203,9 @@ class Harness:
             policy,
             cast(Any, host),
         )
+        cpu = torch.device("cpu")
+        self.tables = BlockTables(max_num_seqs, num_pages, StagedMemory(1 << 15, cpu), cpu)
+        """The tables that a runner on a GPU would keep."""
         remembers = self.scheduler.state.policy.prefix_cache or host
         self.oracle = KvOracle(block_size, self.store, state_pages) if remembers else None
         if host and self.oracle:
@@ -256,6 +263,9 @@ class Harness:
         for chunk in step.chunks:
             assert self.scheduler.state.budget.tokens_in(len(chunk.sequence.pages)) >= chunk.end
             assert (chunk.slot == BASE_SLOT) == self._runs_on_the_base(chunk)
+        for row, chunk in zip(self.tables.rows_of(step.chunks), step.chunks, strict=True):
+            pages = list(chunk.sequence.pages)
+            assert self.tables.pages[row, : len(pages)].tolist() == pages
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.state.limits.max_num_batched_tokens
         assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))
         if self.pace:

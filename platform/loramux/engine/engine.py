@@ -547,7 +547,8 @@ class AsyncPipeline:
         # After the previous step is completed, because a constraint may need its tokens to choose the next tokens.
         launched.sample()
         # Sequences may have ended since the step was planned.
-        alive = Step(tuple(chunk for chunk in step.chunks if self._scheduler.is_open(chunk.sequence)))
+        chunks = [chunk for chunk in step.chunks if self._scheduler.is_open(chunk.sequence)]
+        alive = step if len(chunks) == len(step.chunks) else Step(tuple(chunks))
         if any(chunk.drafts for chunk in step.chunks):
             return events + self._run_to_end(launched, alive)
         self._in_flight = InFlightStep(launched, sampling, self._commit(alive))
@@ -576,14 +577,18 @@ class AsyncPipeline:
             if committed is None or not (committed.finish_reason or self._scheduler.is_open(chunk.sequence)):
                 continue  # the sequence ended, or its client disconnected, while the step was in flight
             self._scheduler.fill_pending(chunk, event)
-            events.append(
-                msgspec.structs.replace(
-                    committed,
-                    token_id=event.token_id,
-                    logprob=event.logprob,
-                    top_logprobs=event.top_logprobs,
-                    finish_reason=event.finish_reason or committed.finish_reason,
-                    fault=event.fault,
-                )
-            )
+            events.append(_with_facts_of(committed, event))
         return events
+
+
+def _with_facts_of(committed: TokenEvent, event: TokenEvent) -> TokenEvent:
+    """Return the `event` of a token with the facts of its commit: those of a first token, and the end by length."""
+    if not (committed.finish_reason or committed.cached_tokens or committed.waited_s or committed.load):
+        return event  # most events: a replacement takes as long as all else that a token costs here
+    return msgspec.structs.replace(
+        event,
+        cached_tokens=committed.cached_tokens,
+        waited_s=committed.waited_s,
+        load=committed.load,
+        finish_reason=event.finish_reason or committed.finish_reason,
+    )

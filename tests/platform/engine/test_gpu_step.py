@@ -169,6 +169,7 @@ def test_block_tables_send_the_pages_that_changed_alone() -> None:
     buffers.block_tables.on_device.fill_(-7)
     grows.pages = [5, 6, 9]
     assert table_of(buffers, step)[0] == [-7, -7, 9], "the others are there already"
+    shrinks.drop_kv()  # preempted
     shrinks.pages = [4]
     assert table_of(buffers, step)[1] == [4]
 

@@ -121,14 +121,49 @@ NONE_PENDING = PendingTokens([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=
 
 
 @dataclass(frozen=True, slots=True)
+class RowFacts:
+    """Facts of a step's rows that do not change while the rows are those of the step before."""
+
+    sequences: list[Sequence]
+    penalised: frozenset[Sequence]
+    """Sequences that have penalties."""
+    biased: list[int]
+    """Rows that have terms of biases, at least before `min_tokens`."""
+    is_constrained: bool
+    """True if a row has a constraint."""
+    is_masked: bool
+    """True if a row has a constraint or `allowed_token_ids`."""
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> RowFacts:
+        """Read the requests of `sequences`."""
+        params = [sequence.request.sampling for sequence in sequences]
+        is_constrained = any(sequence.request.constraint is not None for sequence in sequences)
+        return cls(
+            sequences,
+            frozenset(s for s, p in zip(sequences, params, strict=True) if _penalties(p) != _NO_PENALTIES),
+            [row for row, p in enumerate(params) if p.logit_bias or p.min_tokens],
+            is_constrained,
+            is_constrained or any(p.allowed_token_ids for p in params),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StagedRows:
     """Rows of a step whose parameters are in the step's copy. They are valid until the next step is sent."""
 
     sampled: SampledRows
-    batch: SamplingBatch
-    """The parameters of all rows."""
+    facts: RowFacts
+    bias: LogitBias | None
+    """Terms of all rows; None if there are none."""
     is_recordable: bool
     """True if a recorded step chooses the tokens of all these rows. If not, a recorded step chooses none."""
+    _sampler: DeviceSampler
+
+    @property
+    def batch(self) -> SamplingBatch:
+        """The parameters of all rows: views, which a recorded step does not need."""
+        return self._sampler.batch_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +246,8 @@ class DeviceSampler:
         self._pending = memory.reserve((3, max_sequences + max_sequences % 2), torch.int64)
         self._counts = TokenCounts(max_sequences, vocab + MAX_ADDED_TOKENS, device)
         self._biases = TokenBiases(eos_token_ids, memory, self._parameters.num_terms, device)
+        self._facts: RowFacts | None = None
+        """Facts of the latest step's rows; None if one of their requests has ended since."""
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """The latest step's tokens. Recordings read and write them."""
 
@@ -219,26 +256,21 @@ class DeviceSampler:
 
         `has_scored_rows`: the step's logits have rows of scored prompts too, which a recorded step would choose for.
         """
-        penalised = {s for s in rows.sequences if _penalties(s.request.sampling) != _NO_PENALTIES}
-        counters = self._counts.count(penalised)
+        if (facts := self._facts) is None or facts.sequences != rows.sequences:
+            facts = self._facts = RowFacts.of(rows.sequences)
+            self._parameters.use(rows.sequences, self._seed)
+        num_output = rows.num_output_tokens
+        counters = self._counts.count(facts.penalised)
         places = self._pending.on_host(3)[:, : len(pending.rows)]
         places[0], places[1] = pending.rows, pending.sources
-        places[2] = [counters.get(sequence, -1) for sequence in pending.sequences]
-        biased, bias = self._biases.stage(rows)
-        is_recordable = not has_scored_rows and (bias is None or bias is self._biases.staged)
-        is_recordable = is_recordable and not any(
-            sequence.request.constraint is not None or sequence.request.sampling.allowed_token_ids
-            for sequence in rows.sequences
-        )
+        places[2] = [counters.get(sequence, -1) for sequence in pending.sequences] if counters else -1
+        biased, bias = self._biases.stage(rows, facts.biased, num_output)
+        is_short = bias is None or bias is self._biases.staged
+        is_recordable = is_short and not (has_scored_rows or facts.is_masked)
         of_row = [counters.get(sequence, -1) for sequence in rows.sequences] if counters else []
         numbers = len(rows.sequences) if is_recordable else 0, self._biases.number, len(pending.rows)
-        self._parameters.stage(rows, self._seed, of_row, biased, numbers)
-        batch = self._parameters.batch(len(rows.sequences), is_recorded=False)
-        if counters or bias is not None:
-            drafts = self._drafts_of(rows, penalised)
-            penalties = self._parameters.penalties(self._counts.table, len(rows.sequences), drafts)
-            batch = replace(batch, penalties=penalties, bias=bias)
-        return StagedRows(rows, batch, is_recordable)
+        self._parameters.stage(num_output, of_row, biased, numbers)
+        return StagedRows(rows, facts, bias, is_recordable, self)
 
     def insert_pending(self, input_ids: torch.Tensor) -> None:
         """Launch the insertion of the tokens of the step before into `input_ids`; it is recorded too."""
@@ -279,9 +311,18 @@ class DeviceSampler:
     def forget(self, request_id: str) -> None:
         """Drop the seed, the counts and the bias of a request that has ended."""
         self._seeds.pop(request_id, None)
-        self._parameters.names = None
+        self._facts = None
         self._counts.forget(request_id)
         self._biases.forget(request_id)
+
+    def batch_of(self, staged: StagedRows) -> SamplingBatch:
+        """Return the parameters of all rows: views."""
+        rows, facts = len(staged.sampled.sequences), staged.facts
+        batch = self._parameters.batch(rows, is_recorded=False)
+        if not facts.penalised and staged.bias is None:
+            return batch
+        drafts = self._drafts_of(staged.sampled, facts.penalised)
+        return replace(batch, penalties=self._parameters.penalties(self._counts.table, rows, drafts), bias=staged.bias)
 
     def _allowed_only(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
         """Return `logits`, or a copy if rows have `allowed_token_ids`, because log probabilities are those of all
@@ -330,8 +371,7 @@ class DeviceSampler:
 
 
 class RowParameters:
-    """The parameters of a step's rows on the device. If the rows are those of the step before, only the numbers of
-    generated tokens are read again."""
+    """The parameters of a step's rows on the device."""
 
     def __init__(self, max_rows: int, memory: StagedMemory) -> None:
         width = -(-max_rows // 4) * 4  # every array begins at a multiple of 16 bytes
@@ -341,41 +381,32 @@ class RowParameters:
         # Rows of a recorded step, all rows, terms, pending tokens: each with an address that is a multiple of 16 bytes.
         self._numbers = memory.reserve((4, 4), torch.int32)
         self._num_recorded, self._num_rows, self.num_terms, self.num_pending = self._numbers.tensor[:, :1]
-        self.names: list[str] | None = None
-        """Requests of the latest step's rows; None if one of them has ended since."""
         self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
 
+    def use(self, sequences: list[Sequence], seed_of: Callable[[Sequence], int]) -> None:
+        """Read the seeds and parameters of the rows of this step, and of later steps with the same rows."""
+        params = [sequence.request.sampling for sequence in sequences]
+        floats = [[_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS]
+        floats += np.clip([[getattr(p, name) for p in params] for name in PENALTIES], -LARGEST, LARGEST).tolist()
+        # A vocabulary has fewer than 2^31 tokens, so a larger bound keeps all tokens as well.
+        ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
+        seeds = [seed_of(sequence) for sequence in sequences]
+        self._constant = np.array(seeds, dtype=np.int64), np.array(floats, np.float32), np.array(ints, np.int32)
+
     def stage(
-        self,
-        sampled: SampledRows,
-        seed_of: Callable[[Sequence], int],
-        counters: list[int],
-        biased: Collection[int],
-        numbers: tuple[int, int, int],
+        self, num_output: list[int], counters: list[int], biased: Collection[int], numbers: tuple[int, int, int]
     ) -> None:
         """Put each row's parameters, its seed, its number of generated tokens and its row of the counts into the copy.
 
         `counters`: rows of the counts; empty if no row has penalties. `biased`: rows with terms. `numbers`: rows that a
         recorded step samples, terms, pending tokens.
         """
-        sequences = sampled.sequences
-        rows, names = len(sequences), [sequence.id for sequence in sequences]
-        if names != self.names:
-            params = [sequence.request.sampling for sequence in sequences]
-            floats = [
-                [_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS
-            ]
-            floats += np.clip([[getattr(p, name) for p in params] for name in PENALTIES], -LARGEST, LARGEST).tolist()
-            # A vocabulary has fewer than 2^31 tokens, so a larger bound keeps all tokens as well.
-            ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
-            seeds = [seed_of(sequence) for sequence in sequences]
-            self._constant = np.array(seeds, dtype=np.int64), np.array(floats, np.float32), np.array(ints, np.int32)
-            self.names = names
+        rows = len(num_output)
         seeds_there, floats_there = self._seeds.on_host(rows), self._floats.on_host(len(self._floats.tensor))
         ints_there = self._ints.on_host(len(self._ints.tensor))
         seeds_there[:], floats_there[:, :rows], ints_there[:-3, :rows] = self._constant
         steps, counted, is_steered = ints_there[-3:, :rows]
-        steps[:] = sampled.num_output_tokens
+        steps[:] = num_output
         counted[:] = counters or -1
         is_steered[:] = counted >= 0
         is_steered[list(biased)] = 1
@@ -507,12 +538,17 @@ class TokenBiases:
         self._long: LogitBias | None = None
         """Terms of the latest rows, if there are too many for the copy."""
 
-    def stage(self, rows: SampledRows) -> tuple[Collection[int], LogitBias | None]:
-        """Return the rows that have terms, and the terms: in the step's copy if it has room for them."""
+    def stage(
+        self, rows: SampledRows, biased: list[int], num_output: list[int]
+    ) -> tuple[Collection[int], LogitBias | None]:
+        """Return the rows that have terms, and the terms: in the step's copy if it has room for them.
+
+        `biased` are the rows that may have any; each row follows `num_output` generated tokens.
+        """
         key = tuple(
-            (row, sequence.id, count < params.min_tokens)
-            for row, (sequence, count) in enumerate(zip(rows.sequences, rows.num_output_tokens, strict=True))
-            if (params := sequence.request.sampling).logit_bias or count < params.min_tokens
+            (row, sequence.id, num_output[row] < params.min_tokens)
+            for row, sequence in ((row, rows.sequences[row]) for row in biased)
+            if (params := sequence.request.sampling).logit_bias or num_output[row] < params.min_tokens
         )
         if key != self._key:
             self._join(key, [self._terms_of(rows.sequences[row], forbids) for row, _, forbids in key])

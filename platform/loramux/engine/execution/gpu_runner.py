@@ -236,7 +236,7 @@ class GpuRunner:
         pooled = self._pooler.pool(hidden, step.pooled) if step.pooled else NONE_POOLED
         is_chosen = is_whole and rows.is_recordable
         launched = LaunchedForward(self, logits, step.sampling, rows, is_chosen, scores, pooled)
-        if not any(sequence.request.constraint for sequence in rows.sampled.sequences):
+        if not rows.facts.is_constrained:
             launched.sample()
         if self._head is not None:  # after the choice, because the copy of the tokens waits for what is before it
             self._head.follow(step, packed, None if is_whole else hidden, images)
@@ -255,7 +255,9 @@ class GpuRunner:
     def _run(self, packed: PackedStep, images: StepImages | None) -> tuple[torch.Tensor, bool]:
         """Enqueue a forward; return its logits, and True if it was a whole recorded step. All ranks choose the same
         recording, because they have the same adapters in the same slots."""
-        inputs = replace(self._buffers.fill(packed), images=images)
+        inputs = self._buffers.fill(packed)
+        if images is not None:
+            inputs = replace(inputs, images=images)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         # Recordings read each compressed KV once, and rows of an activated LoRA may need two products for it.
@@ -282,7 +284,7 @@ class GpuRunner:
         """Enqueue the choice of a step's tokens; if a constraint needs the previous step's tokens, they are known
         now."""
         masks = None
-        if self._constraints is not None:
+        if self._constraints is not None and launched.rows.facts.is_constrained:
             drafts = {chunk.sequence: list(chunk.drafts) for chunk in launched.chunks if chunk.drafts}
             masks = self._constraints.masks([chunk.sequence for chunk in launched.chunks], drafts)
         assert self._sampler is not None, "only rank 0 samples"

@@ -246,7 +246,7 @@ def pack(
         position_ids=positions,
         slot_mapping=pages * block_size + positions % block_size,
         cu_seqlens=cu_seqlens,
-        context_lens=np.array([c.end for c in chunks], dtype=np.int32),
+        context_lens=(starts + lengths).astype(np.int32),
         block_table=block_table,
         state_tables=held[:, :state_pages],
         prompt_lens=np.array([c.sequence.num_prompt_tokens for c in chunks], dtype=np.int32),

@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +57,7 @@ MIN_TEMPERATURE = 1e-4
 LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token and, if requested, its log probability and its most likely alternatives."""
 
     token_id: int

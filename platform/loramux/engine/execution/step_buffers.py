@@ -7,7 +7,6 @@ rows, not with their contexts.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 
@@ -48,7 +47,6 @@ class BlockTables:
         self.on_device = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
         self.pages = np.zeros((max_sequences, max_blocks), dtype=np.int32)
         """The host's copy of `on_device`."""
-        self._held: list[Items[int]] = [array("i")] * max_sequences
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_sequences))
         self._places = memory.reserve((NUM_PATCHES,), torch.int64)
@@ -69,18 +67,18 @@ class BlockTables:
         return rows
 
     def _rows_of(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
-        if missing := [sequence.id for sequence in sequences if sequence.id not in self._row_of]:
+        if missing := [sequence for sequence in sequences if sequence.id not in self._row_of]:
             if len(missing) > len(self._free):
                 self._forget_all_but({sequence.id for sequence in sequences})
-            self._row_of |= {name: self._free.pop() for name in missing}
+            for sequence in missing:
+                self._row_of[sequence.id], sequence.num_unchanged_pages = self._free.pop(), 0
         rows = [self._row_of[sequence.id] for sequence in sequences]
         for row, sequence in zip(rows, sequences, strict=True):
-            held, pages = self._held[row], sequence.pages
-            if held != pages:
-                first = len(held) if held == pages[: len(held)] else 0
-                self.pages[row, first : len(pages)] = pages[first:]
-                self._changed.append((row, first, len(pages)))
-                self._held[row] = pages[:]
+            first, end = sequence.num_unchanged_pages, len(sequence.pages)
+            if first < end:
+                self.pages[row, first:end] = sequence.pages[first:]
+                self._changed.append((row, first, end))
+                sequence.num_unchanged_pages = end
         return np.array(rows, dtype=np.int64)
 
     def take_changes(self) -> PageChanges | None:

@@ -178,6 +178,7 @@ class SequenceKv:
         "num_ever_computed",
         "num_prompt_tokens",
         "num_saved",
+        "num_unchanged_pages",
         "pages",
         "prefix_pages",
         "request",
@@ -204,6 +205,10 @@ class SequenceKv:
         """The block table, after the pages of the recurrent states (`PageCosts.state_pages`): its page i holds tokens
         [i * block_size, (i + 1) * block_size). The table is an array because the runner copies it into a tensor in
         every step.
+        """
+        self.num_unchanged_pages = 0
+        """Leading pages of the block table that have not changed since a runner on a GPU last copied the table, so that
+        it need not compare all of them. A page that is replaced or given back lowers this number.
         """
         self.prefix_pages: list[CachedPage] = []
         """Cached pages at the beginning of the block table. While the sequence waits, these are the cached pages that
@@ -255,6 +260,7 @@ class SequenceKv:
     def resume_from_prefix(self, block_size: int) -> None:
         """Begin to run after the KV of `prefix_pages`."""
         self.pages = array("i", [page.page for page in self.prefix_pages])
+        self.num_unchanged_pages = 0
         self.num_computed = len(self.pages) * block_size
         self.num_cached += max(0, min(self.num_computed, self.num_prompt_tokens) - self.num_ever_computed)
         self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
@@ -262,5 +268,6 @@ class SequenceKv:
     def drop_kv(self) -> array[int]:
         """Forget the KV (preemption, end) and return the pages that held it."""
         self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
-        pages, self.pages, self.num_computed = self.pages, array("i"), 0
+        pages, self.pages = self.pages, array("i")
+        self.num_computed = self.num_unchanged_pages = 0
         return pages

@@ -164,6 +164,7 @@ class PrefixCache:
                 # Another sequence has computed and published the same text.
                 self._pool.give_back([sequence.pages[place]], PageUse.KV)
                 sequence.pages[place] = found.page
+                sequence.num_unchanged_pages = min(sequence.num_unchanged_pages, place)
                 self._use(found, self._residency.now)
                 self._rank(found)
             prefix.append(found)

@@ -279,7 +279,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def token_ids(self) -> list[int]:
         """Token ids of the rows."""
-        return [*self.sequence.token_ids[self.start : self.end], *self.drafts]
+        own = self.sequence.token_ids[self.start : self.start + self.length]
+        return [*own, *self.drafts] if self.drafts else own
 
 
 @dataclass(frozen=True)

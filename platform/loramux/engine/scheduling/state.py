@@ -130,6 +130,7 @@ class SchedulerState:
         needed = self.budget.pages_for(len(sequence.token_ids))
         if surplus := sequence.pages[needed:]:
             del sequence.pages[needed:]
+            sequence.num_unchanged_pages = min(sequence.num_unchanged_pages, needed)
             self.memory.give_back_kv(surplus)
             sequence.flow.num_pages -= len(surplus)
 
