@@ -143,11 +143,7 @@ def _convolve_launch(
         "BLOCK_ROWS": height,
     }
     grid = (resident_programs(items.work.device, SMALL_PROGRAMS),)
-    if height == 1:
-        return Launch(_convolve_heads, grid, arguments, num_warps=1, num_stages=1)
-    warps = 4 if max(shared["BLOCK_KEY"], shared["BLOCK_VALUE"]) <= 128 else 8
-    # Left to itself, ptxas spills in some of them to fit twice as many programs.
-    return Launch(_convolve_heads, grid, arguments, num_warps=warps, num_stages=1, programs=16 // warps)
+    return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 4, num_stages=1)
 
 
 def _step_launch(items: WorkList, weights: StateWeights, shared: dict[str, Any], out: torch.Tensor) -> Launch:

@@ -319,8 +319,6 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with one tile of query rows, one kv head and one stretch of context for each item."""
     begin_dependent(DEPENDENT)
-    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
-    member = tl.arange(0, BLOCK_ROWS) % GROUPS
     d = tl.arange(0, BLOCK_KEY)
     tasks = tl.load(work) * KV_HEADS
     parts_written = 0
@@ -328,6 +326,8 @@ def _attend(
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % KV_HEADS
         item = work + (task // KV_HEADS + 1) * _ITEM
+        tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
+        member = tl.arange(0, BLOCK_ROWS) % GROUPS
         row = tl.load(item + 1).to(tl.int64) + tile_row
         has_row = tile_row < tl.load(item + 2)
         first_position = tl.load(item + 3)
@@ -380,6 +380,9 @@ def _attend(
             KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, True,
         )  # fmt: skip
         e = tl.arange(0, BLOCK_VALUE)
+        tile_row, member = heads_of_rows(stop, GROUPS, BLOCK_ROWS)
+        row = tl.load(item + 1).to(tl.int64) + tile_row
+        has_row = tile_row < tl.load(item + 2)
         inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
         # The total of a row that saw no token is 0.
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -398,21 +401,33 @@ def _attend(
     # A separate loop: in the other one, merging would take registers from attention.
     if parts_written > 0:
         merge_last_parts(
-            output, lse, partial_output, partial_lse, arrivals, work, tasks, tile_row, member, output_token,
+            output, lse, partial_output, partial_lse, arrivals, work, tasks, output_token,
             KV_HEADS, GROUPS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
         )  # fmt: skip
 
 
 @triton.jit
+def heads_of_rows(count: tl.tensor, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the query row and the head of each row of a tile; `count` is not negative.
+
+    They are computed anew after a loop. The compiler would else keep those from before it in registers that the loop
+    needs, as it does not see that the minimum of `count` and 0 is 0.
+    """
+    place = tl.arange(0, BLOCK_ROWS) + tl.minimum(count, 0)
+    return place // GROUPS, place % GROUPS
+
+
+@triton.jit
 def merge_last_parts(
     output: tl.tensor, lse: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, arrivals: tl.tensor,
-    work: tl.tensor, tasks: tl.tensor, tile_row: tl.tensor, member: tl.tensor, output_token: tl.tensor,
+    work: tl.tensor, tasks: tl.tensor, output_token: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the parts that this program has written, and merge those of each tile that has them all."""
     # All threads have stored their parts before one thread counts them.
     tl.debug_barrier()
+    tile_row, member = heads_of_rows(tasks, GROUPS, BLOCK_ROWS)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = work + (task // KV_HEADS + 1) * _ITEM
         parts = tl.load(item + 9)
