@@ -4,10 +4,14 @@
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
 one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
-16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, copies into a
-buffer that a WGMMA under way still reads, or reads uniform registers that nothing wrote. About the last: ptxas 12.8,
-which Triton 3.6 and 3.7 bring, computes some WGMMA descriptors from such registers, and the products then use arbitrary
-shared memory. Needs triton, in a separate process, without TRITON_INTERPRET.
+16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, needs more shared
+memory than a program may have, copies into a buffer that a WGMMA under way still reads, or has products with
+descriptors and reads uniform registers that nothing wrote. About the last: ptxas 12.8, which Triton 3.6 and 3.7 bring,
+computes some WGMMA descriptors from such registers, and the products then use arbitrary shared memory. Needs triton, in
+a separate process, without TRITON_INTERPRET.
+
+Triton keeps what it compiled (`TRITON_CACHE_DIR`): a run that was interrupted goes on where it ended, and a second run
+compiles only the kernels that changed.
 """
 
 from __future__ import annotations
@@ -70,11 +74,20 @@ class Compiled:
     overwrites: bool
     """True if a copy may write a buffer that an unfinished product still reads."""
     unset_registers: tuple[str, ...]
-    """Uniform registers that the machine code reads before it writes them."""
+    """Uniform registers that the machine code reads before it writes them; looked for if products take descriptors."""
     tensor_core_instructions: int
     wide_loads: int
     """Number of 16-byte loads and copies from global memory."""
     loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A variant that did not compile for one architecture."""
+
+    variant: str
+    arch: int
+    error: str
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
@@ -85,6 +98,8 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
     ptx = compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
     ttgir = compiled.asm["ttgir"]
+    # Dumps are slow: only products of WGMMA and TCGEN05 take descriptors, which ptxas 12.8 computes wrongly.
+    sass = _dump(compiled.asm["cubin"], "--dump-sass") if re.search(r"\b(?:wgmma|tcgen05)\b", ptx) else ""
     buffers = _most(r"local_alloc *: *\(\) *-> *!ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
     loads = re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)[^;]*;", ptx)
     return Compiled(
@@ -100,24 +115,30 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
         wgmma_under_way=(under_way := _most(r"warp_group_dot_wait.*pendings = (\d+)", ttgir)),
         # Iteration i copies for iteration i + stages - 1 at most, while products i - under_way + 1 to i still read.
         overwrites=under_way > 0 and under_way + launch.num_stages - 1 > buffers,
-        unset_registers=tuple(unset_registers(_dump(compiled.asm["cubin"], "--dump-sass"))),
+        unset_registers=tuple(unset_registers(sass)),
         tensor_core_instructions=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async|\btcgen05\.mma", ptx)),
         wide_loads=sum(bool(re.search(r"v4\.b32|v2\.b64|0x10|, 16[,;]", load)) for load in loads),
         loads=len(loads),
     )
 
 
-SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
-"""Bytes of shared memory of one multiprocessor. For other architectures, that of a newer one is assumed."""
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10, 103: 228 << 10}
+"""Bytes of shared memory of one multiprocessor. Other architectures since sm_80 (86, 89, 120) have SMALL_SHARED_BYTES
+and 48 warps."""
+SMALL_SHARED_BYTES = 100 << 10
+RESERVED_BYTES = 1 << 10
+"""Bytes of shared memory that each program takes in addition to its own."""
+
+
+def _shared_bytes(arch: int) -> int:
+    return SHARED_BYTES.get(arch, SMALL_SHARED_BYTES)
 
 
 def _programs(registers: int, shared_bytes: int, warps: int, arch: int) -> int:
-    """Return how many programs one multiprocessor holds: it has 65,536 registers and 64 warps, and reserves 1 KiB per
-    program.
-    """
+    """Return how many programs one multiprocessor holds, which has 65,536 registers; 0: its memory is too small."""
     by_registers = (64 << 10) // (-(-registers // 8) * 8 * 32 * warps)
-    by_memory = SHARED_BYTES.get(arch, SHARED_BYTES[90]) // (shared_bytes + 1024)
-    return min(by_registers, by_memory, 64 // warps, 32)
+    by_memory = _shared_bytes(arch) // (shared_bytes + RESERVED_BYTES)
+    return min(by_registers, by_memory, (64 if arch in SHARED_BYTES else 48) // warps, 32)
 
 
 def _most(pattern: str, text: str) -> int:
@@ -206,23 +227,30 @@ def _width(name: str) -> int:
     return 2 if ".64" in name or ".WIDE" in name else 1
 
 
-def compile_all(names: Sequence[str], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:
+def compile_all(names: Sequence[str], archs: Sequence[int], jobs: int) -> Iterator[Compiled | Failed]:
     """Yield the result of each variant on each architecture, in order, from `jobs` processes."""
     work = [(name, arch) for name in names for arch in archs]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(_compile_named, work)
 
 
-def _compile_named(work: tuple[str, int]) -> Compiled:
+def _compile_named(work: tuple[str, int]) -> Compiled | Failed:
     """Compile a variant by its name: launches hold tensors, which then need not be sent to another process."""
     name, arch = work
-    return compile_launch(name, variants_by_name()[name], arch)
+    launch = variants_by_name()[name]
+    try:
+        return compile_launch(name, launch, arch)
+    except Exception as error:  # of the compiler or the assembler, whatever its type: the other variants go on
+        return Failed(name, arch, f"{type(error).__name__}: {error}")
 
 
 @cache
 def variants_by_name() -> dict[str, Launch]:
     """Return the launch of every variant."""
-    return {variant.name: variant.launch for variant in all_variants()}
+    variants = all_variants()
+    found = {variant.name: variant.launch for variant in variants}
+    assert len(found) == len(variants), "every variant has a name of its own"
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -242,21 +270,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.each_kernel:
         first = {variants_by_name()[name].kernel.__name__: name for name in reversed(names)}
         names = sorted(first.values(), key=names.index)
-    results = []
+    results, failed = [], []
     for result in compile_all(names, options.arch or [80, 90], options.jobs):
-        results.append(result)
-        if not options.json:
-            print(_line(result), flush=True)
-    spilled = [result for result in results if result.spill_bytes]
-    unsafe = [result for result in results if result.overwrites]
-    misread = [result for result in results if result.unset_registers]
+        if isinstance(result, Failed):
+            failed.append(result)
+            print(f"{result.variant} sm_{result.arch} does not compile: {result.error}", file=sys.stderr, flush=True)
+        else:
+            results.append(result)
+            if not options.json:
+                print(_line(result), flush=True)
+    faults = {
+        "do not compile": len(failed),
+        "spill": sum(result.spill_bytes > 0 for result in results),
+        "need too much shared memory": sum(result.programs == 0 for result in results),
+        "overwrite operands under way": sum(result.overwrites for result in results),
+        "read registers that nothing wrote": sum(len(result.unset_registers) > 0 for result in results),
+    }
     if options.json:
-        print(json.dumps({"triton": triton.__version__, "results": [asdict(r) for r in results]}, indent=1))
+        lists = {"results": [asdict(r) for r in results], "failed": [asdict(f) for f in failed]}
+        print(json.dumps({"triton": triton.__version__, **lists}, indent=1))
     else:
-        counts = f"{len(results)} compiled, {len(spilled)} spill, {len(unsafe)} overwrite operands under way"
-        counts += f", {len(misread)} read registers that nothing wrote"
-        print(f"triton {triton.__version__}: {counts}")
-    return 1 if spilled or unsafe or misread else 0
+        counts = ", ".join(f"{number} {fault}" for fault, number in faults.items())
+        print(f"triton {triton.__version__}: {len(results)} compiled, {counts}")
+    return 1 if any(faults.values()) else 0
 
 
 def _line(result: Compiled) -> str:

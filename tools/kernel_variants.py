@@ -90,15 +90,16 @@ def _lora() -> Iterator[Variant]:
         "short": ((0, 20, 40), 64),
         "long": ((0, 200, 400), 64),
         "long-r16": ((0, 200, 400), 16),
+        "long-r32": ((0, 200, 400), 32),
     }
     for dtype in (torch.bfloat16, torch.float32):
         for name, (cu_seqlens, rank) in steps.items():
             yield from _lora_pair(f"{name}-{_short(dtype)}", Segments(cu_seqlens, (0, 1)), rank, dtype)
     odd = LoraGroup((0, 1), (130, 66))
-    yield from _lora_pair("row-bf16-odd", Segments((0, 1), (0,)), 16, torch.bfloat16, odd)
     heads = LoraGroup.of_heads(0, 16, HeadColumns(width=128, first=128, step=256, row=4096))
-    for name in ("row", "long"):
-        yield from _lora_pair(f"{name}-bf16-heads", Segments(steps[name][0], (0, 1)), 64, torch.bfloat16, heads)
+    for name, group in itertools.product(("row", "short", "long"), (odd, heads)):
+        full_name = f"{name}-bf16-{'odd' if group is odd else 'heads'}"
+        yield from _lora_pair(full_name, Segments(steps[name][0], (0, 1)), 64, torch.bfloat16, group)
 
 
 def _lora_pair(
@@ -131,11 +132,19 @@ def _attention() -> Iterator[Variant]:
     for dims in HEAD_DIMS:
         yield from _attention_step(*dims, torch.bfloat16)
         yield from _attention_step(*dims, torch.bfloat16, is_fp8=True)
-    features: dict[str, Any] = {"sliding_window": 4096, "softcap": 50.0, "sinks": torch.empty(16)}
     for dim in (64, 128, 256):
-        yield from _attention_step(dim, dim, torch.bfloat16, **features)
-        yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
+    window, softcap, sinks = {"sliding_window": 4096}, {"softcap": 50.0}, {"sinks": torch.empty(16)}
+    features: tuple[tuple[int, dict[str, Any]], ...] = (
+        *((dim, window | softcap | sinks) for dim in (64, 128, 256)),
+        *((64, sinks), (64, window | sinks), (128, window), (256, window), (256, softcap)),
+    )
+    for (dim, features_of), is_fp8 in itertools.product(features, (False, True)):
+        yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=is_fp8, **features_of)
+    # Query heads of a key head as in Qwen 2.5 (7), and so many that a decode tile is higher.
+    grouped = ((7, 128), (32, 64), (32, 128), (32, 256), (48, 128))
+    for (groups, dim), is_fp8 in itertools.product(grouped, (False, True)):
+        yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=is_fp8, groups=groups)
     windows: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 1024})
     # layers in which images see ahead
     for dim, is_fp8, window in itertools.product((128, 256), (False, True), windows):
@@ -156,28 +165,30 @@ def _attention_step(
     is_fp8: bool = False,
     has_values_in_keys: bool = False,
     sees_ahead: bool = False,
+    groups: int = 4,
     **features: Any,
 ) -> Iterator[Variant]:
     """Yield a step with a decoding sequence, whose context is split and merged, and a step in prefill."""
-    rows, context = 257, 4096
+    num_rows, context = 257, 4096
     batch = AttentionBatch(
-        cu_seqlens=torch.tensor([0, 1, rows], dtype=torch.int32),
-        context_lens=torch.tensor([context, rows - 1], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 1, num_rows], dtype=torch.int32),
+        context_lens=torch.tensor([context, num_rows - 1], dtype=torch.int32),
         block_table=torch.zeros(2, context // 16, dtype=torch.int32),
-        slot_mapping=torch.zeros(rows, dtype=torch.int64),
-        row_ends=torch.zeros(rows, dtype=torch.int32) if sees_ahead else None,
+        slot_mapping=torch.zeros(num_rows, dtype=torch.int64),
+        row_ends=torch.zeros(num_rows, dtype=torch.int32) if sees_ahead else None,
     )
-    query = torch.empty(rows, 16, key_dim, dtype=dtype)
-    output = torch.empty(rows, 16, value_dim, dtype=dtype)
+    query = torch.empty(num_rows, 4 * groups, key_dim, dtype=dtype)
+    output = torch.empty(num_rows, 4 * groups, value_dim, dtype=dtype)
     layer = _fp8_kv(key_dim, value_dim) if is_fp8 else _kv(key_dim, value_dim, dtype)
     if has_values_in_keys:
-        key, scale = layer.key[:, :1], None if layer.key_scale is None else layer.key_scale[:, :1]
-        layer = KvLayer(key, key[..., :value_dim], scale, scale, has_values_in_keys=True)
+        layer = _in_keys(layer)
     launches = prepare_attention(query, layer, batch, 0.1, output, **features)
     name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
     name += "".join(f"-{feature.removeprefix('sliding_')}" for feature in features) + "-ahead" * sees_ahead
-    for launch in launches:
-        yield Variant(f"attend-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
+    name += "" if groups == 4 else f"-groups-of-{groups}"
+    # Tiles of both steps may have one height, and then one kernel.
+    for rows, launch in {launch.arguments["BLOCK_ROWS"]: launch for launch in launches}.items():
+        yield Variant(f"attend-{rows}-{name}", launch)
 
 
 def _write_kv() -> Iterator[Variant]:
@@ -188,6 +199,10 @@ def _write_kv() -> Iterator[Variant]:
         yield Variant(f"write-kv-{key_dim}x{value_dim}-bf16", launch)
         for launch in prepare_write_kv(key, value, _fp8_kv(key_dim, value_dim), slots):
             yield Variant(f"write-kv-{_order(launch)}-{key_dim}x{value_dim}-bf16-fp8", launch)
+    key = torch.empty(4, 1, 576, dtype=torch.bfloat16)
+    for layer, end in ((_kv(576, 512, torch.bfloat16), ""), (_fp8_kv(576, 512), "-fp8")):
+        for launch in prepare_write_kv(key, key[..., :512], _in_keys(layer), slots):
+            yield Variant(f"write-kv-{_order(launch) + '-' if end else ''}576x512-bf16-in-keys{end}", launch)
 
 
 def _between_linears() -> Iterator[Variant]:
@@ -202,30 +217,37 @@ def _between_linears() -> Iterator[Variant]:
         for activation in ("silu", "gelu_tanh"):
             launch = prepare_gated(gate, up, activation, torch.empty(4, 14_336, dtype=dtype))
             yield Variant(f"gated-{activation}-{_short(dtype)}", launch)
+        for width in (128, 16_384):
+            x, weight = torch.empty(4, width, dtype=dtype), torch.empty(width)
+            launch = prepare_rms_norm(x, Norm(weight, 1e-5, rounds_first=False), x, 1.0, x)
+            yield Variant(f"rms-norm-added-{width}-{_short(dtype)}", launch)
 
 
 def _rope() -> Iterator[Variant]:
-    norm_of = {dim: Norm(torch.empty(dim), 1e-5, rounds_first=True) for dim in (128, 256)}
-    for dim, rotary, norm in ((128, 128, None), (96, 72, None), (256, 256, norm_of[256])):
+    norm_of = {dim: Norm(torch.empty(dim), 1e-5, rounds_first=True) for dim in (128, 256, 512)}
+    shapes = ((128, 128, None, 4), (96, 72, None, 4), (256, 256, norm_of[256], 4), (128, 0, None, 4))
+    for dim, rotary, norm, group in (*shapes, (128, 128, norm_of[128], 16), (512, 512, norm_of[512], 8)):
         layer = KvLayer(*(torch.empty(2, 8, 16, dim, dtype=torch.bfloat16) for _ in range(2)))
-        (launch,) = _rope_launches(layer, rotary, norm)
-        yield Variant(f"rope-{rotary}-of-{dim}" + ("-normed" if norm else ""), launch)
+        (launch,) = _rope_launches(layer, rotary, norm, group)
+        name = f"rope-{rotary}-of-{dim}" + ("-normed" if norm else "")
+        yield Variant(name + ("" if group == 4 else f"-groups-of-{group}"), launch)
     for key_dim, value_dim in HEAD_DIMS:
         norm = norm_of.get(key_dim)
-        for launch in _rope_launches(_fp8_kv(key_dim, value_dim), key_dim, norm):
+        for launch in _rope_launches(_fp8_kv(key_dim, value_dim), key_dim, norm, 4):
             name = f"rope-{_order(launch)}-{key_dim}x{value_dim}-bf16-fp8"
             yield Variant(name + ("-normed" if norm else ""), launch)
 
 
-def _rope_launches(layer: KvLayer, rotary: int, norm: Norm | None) -> list[Launch]:
-    """Return launches with four query heads per key head; all heads are slices of one joined output."""
+def _rope_launches(layer: KvLayer, rotary: int, norm: Norm | None, group: int) -> list[Launch]:
+    """Return launches with `group` query heads per key head; all heads are slices of one joined output. Without rotary
+    elements nothing is turned."""
     heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
-    widths = (4 * heads * key_dim, heads * key_dim, heads * value_dim)
+    widths = (group * heads * key_dim, heads * key_dim, heads * value_dim)
     parts = torch.empty(4, sum(widths), dtype=torch.bfloat16).split(widths, dim=1)
     query, key, value = (
         part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)
     )
-    rotation = Rotation(*(torch.empty(4, rotary, dtype=torch.bfloat16) for _ in range(2)))
+    rotation = Rotation(*(torch.empty(4, rotary, dtype=torch.bfloat16) for _ in range(2))) if rotary else None
     return prepare_rope(query, key, value, rotation, layer, torch.zeros(4, dtype=torch.int64), norm, norm)
 
 
@@ -272,23 +294,28 @@ def _coded() -> Iterator[Variant]:
     bias, values = torch.empty(4096), torch.empty(16)
     forms: tuple[tuple[Coding, int, bool], ...] = (
         *(("int8", 4096, False), ("int4", 128, True), ("nf4", 64, False), ("mxfp4", 32, False), ("fp8", 4096, False)),
+        ("int4", 32, True),
     )
     for coding, group, has_offsets in forms:
         codes = torch.empty(4096, 2048 if is_nibbles(coding) else 4096, dtype=torch.uint8)
         scales = torch.empty(4096, 4096 // group, dtype=torch.uint8 if coding in EXPONENT_SCALES else torch.float32)
         weight = QuantizedWeight(coding, codes, scales, group, 4096, scales if has_offsets else None)
+        name = coding if (coding, group) != ("int4", 32) else "int4-groups-of-32"
         for rows in (4, 256):
             for dtype in (torch.bfloat16, torch.float32):
                 x = torch.empty(rows, 4096, dtype=dtype)
                 launch = prepare_coded_linear(x, weight, values, bias, torch.empty_like(x))
-                yield Variant(f"coded-{coding}-{rows}-{_short(dtype)}", launch)
+                yield Variant(f"coded-{name}-{rows}-{_short(dtype)}", launch)
         experts = 128  # of 32 outputs each
         starts, one = torch.zeros(experts + 1, dtype=torch.int64), bias[:4096].view(experts, 32)
         for rows in (512, 32_768):
             x, y = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(rows, 32, dtype=torch.bfloat16)
             for own in (None, one.bfloat16()) if coding in ("nf4", "mxfp4") else (None,):
                 launch = prepare_grouped_coded_linear(x, weight, values, own, starts, y)
-                yield Variant(f"grouped-coded-{coding}-{rows}{'' if own is None else '-bias'}", launch)
+                yield Variant(f"grouped-coded-{name}-{rows}{'' if own is None else '-bias'}", launch)
+        x, y = torch.empty(512, 4096), torch.empty(512, 32)
+        launch = prepare_grouped_coded_linear(x, weight, values, None, starts, y)
+        yield Variant(f"grouped-coded-{name}-fp32", launch)
 
 
 def _fixed_products() -> Iterator[Variant]:
@@ -314,11 +341,15 @@ def _mixture() -> Iterator[Variant]:
         routes = Routes(chosen.view(-1), chosen.view(-1), chosen, starts)
         rows_of, weights = torch.empty(512, 2048, dtype=dtype), torch.empty(64, choices, dtype=dtype)
         yield Variant(f"combine-{_short(dtype)}", prepare_combine(rows_of, routes, weights, rows_of[:64]))
+        ten = torch.empty(64, 10, dtype=dtype)
+        launch = prepare_combine(rows_of.repeat(2, 1)[:640], routes, ten, rows_of[:64])
+        yield Variant(f"combine-of-10-{_short(dtype)}", launch)
         whole, shape = Segments((0, 512), (0,)), TileShape(SHORT.rows, LONG_RANKS[-1], SHORT.rows)
         lists = (WorkList(torch.zeros(1 + 512, LORA_ITEM_WIDTH, dtype=torch.int32)) for _ in range(2))
         attach_tile_map(whole, TileMap(512, 64, (RowTiles(shape, *lists),), made_by_kernel=True))
         yield from _lora_pair(f"experts-{_short(dtype)}", whole, 64, dtype, LoraGroup((0,), (1536,)))
     yield Variant("route", prepare_route(chosen, chosen[:, 0], routes))
+    yield Variant("route-without-slots", prepare_route(chosen, None, routes))
     items = torch.zeros(1 + 512, LORA_ITEM_WIDTH, dtype=torch.int32)
     yield Variant("expert-items", prepare_expert_items(routes, Segments((0, 64), (0,)), 256, shape, items, items))
 
@@ -334,10 +365,12 @@ def _sampling() -> Iterator[Variant]:
     )
     numbers = dict.fromkeys(("num_rows", "is_steered", "top_k", "step"), ints)
     plain = SamplingBatch(**columns | numbers | {"seed": ints.long()})
-    for vocab, batch in ((128_256, plain), (151_936, replace(plain, penalties=penalties, bias=bias))):
-        logits = torch.empty(rows, vocab, dtype=torch.bfloat16)
+    steered = replace(plain, penalties=penalties, bias=bias)
+    for batch, dtype in itertools.product((plain, steered), (torch.bfloat16, torch.float16, torch.float32)):
+        logits = torch.empty(rows, 151_936, dtype=dtype)
         for launch in prepare_sample(logits, batch, torch.empty(rows, dtype=torch.int64)):
-            yield Variant(f"sample-{launch.kernel.__name__.strip('_')}-{vocab}", launch)
+            name = f"sample-{launch.kernel.__name__.strip('_')}-{_short(dtype)}" + "-steered" * (batch is steered)
+            yield Variant(name + "-copy" * (launch.arguments.get("OF_STEERED", False)), launch)
 
 
 def _step_inputs() -> Iterator[Variant]:
@@ -354,7 +387,8 @@ def _token_mask() -> Iterator[Variant]:
 
 
 def _linear_attention() -> Iterator[Variant]:
-    """Yield a step with a decoding sequence and a prompt: 16 heads of keys, 16 or 32 of values, as published."""
+    """Yield a step with a decoding sequence and a prompt: 16 heads of keys, 16 or 32 of values, as published, and the
+    narrower keys and wider values of OLMo Hybrid."""
     batch = AttentionBatch(
         cu_seqlens=torch.tensor([0, 1, 101], dtype=torch.int32),
         context_lens=torch.tensor([300, 100], dtype=torch.int32),
@@ -362,27 +396,29 @@ def _linear_attention() -> Iterator[Variant]:
         slot_mapping=torch.zeros(101, dtype=torch.int64),
         state_tables=torch.zeros(2, 16, dtype=torch.int32),
     )
-    for dtype, repeats in ((torch.bfloat16, 2), (torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 2)):
-        joined = torch.empty(101, 16, 256 + 2 * repeats * 128 + 2 * repeats, dtype=dtype)
-        widths = (128, 128, repeats * 128, repeats * 128, repeats, repeats)
+    of_128 = ((torch.bfloat16, 2), (torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 2))
+    for dtype, repeats, dim, value_dim in (*((*shape, 128, 128) for shape in of_128), (torch.bfloat16, 1, 96, 192)):
+        widths = (dim, dim, repeats * value_dim, repeats * value_dim, repeats, repeats)
+        joined = torch.empty(101, 16, sum(widths), dtype=dtype)
         query, key, value, gate, b, a = joined.split(widths, dim=-1)
-        value, gate = (part.unflatten(2, (repeats, 128)) for part in (value, gate))
-        shape = StateShape(16 * repeats, 128, 128, 16 * (2 + repeats) * 128, 3)
+        value, gate = (part.unflatten(2, (repeats, value_dim)) for part in (value, gate))
+        shape = StateShape(16 * repeats, dim, value_dim, 16 * (2 * dim + repeats * value_dim), 3)
         kernel, heads = torch.empty(shape.channels, 4, dtype=dtype), torch.empty(shape.heads)
         weights = StateWeights(kernel, heads, heads.to(dtype))
         state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
-        out = torch.empty(101, shape.heads, 128, dtype=dtype)
-        name = f"{16 * repeats}-heads-{_short(dtype)}"
+        out = torch.empty(101, shape.heads, value_dim, dtype=dtype)
+        name = f"{16 * repeats}-heads-{_short(dtype)}" + ("" if dim == 128 else f"-{dim}x{value_dim}")
         for launch in prepare_linear_attention(StateRows(query, key, value, b, a), weights, state, batch, out):
             stage = launch.kernel.__name__.split("_")[1]
             rows = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
             yield Variant(f"linear-attention-{stage}{rows}-{name}", launch)
-        yield Variant(f"gated-norm-{name}", prepare_gated_norm(out, gate, torch.empty(128, dtype=dtype), 1e-6, out))
+        norm = prepare_gated_norm(out, gate, torch.empty(value_dim, dtype=dtype), 1e-6, out)
+        yield Variant(f"gated-norm-{name}", norm)
 
 
 def _mamba2() -> Iterator[Variant]:
     """Yield the same step of Mamba 2 and of a short convolution, as published: Granite 4 has one group, Nemotron-H
-    eight."""
+    eight, and Falcon-H1 states of 256 numbers."""
     batch = AttentionBatch(
         cu_seqlens=torch.tensor([0, 1, 101], dtype=torch.int32),
         context_lens=torch.tensor([300, 100], dtype=torch.int32),
@@ -390,7 +426,8 @@ def _mamba2() -> Iterator[Variant]:
         slot_mapping=torch.zeros(101, dtype=torch.int64),
         state_tables=torch.zeros(2, 16, dtype=torch.int32),
     )
-    for dtype, groups, width in ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 128)):
+    shapes = ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 128), (torch.bfloat16, 1, 256))
+    for dtype, groups, width in shapes:
         repeats = 48 // groups
         widths = (48 * 64, 48 * 64, groups * width, groups * width, 48)
         parts = torch.empty(101, sum(widths), dtype=dtype).split(widths, dim=-1)
@@ -427,6 +464,12 @@ def _fp8_kv(key_dim: int, value_dim: int) -> KvLayer:
         *(torch.empty(2, 4, 16, dim, dtype=torch.uint8) for dim in (key_dim, value_dim)),
         *(torch.empty(2, 4) for _ in range(2)),
     )
+
+
+def _in_keys(layer: KvLayer) -> KvLayer:
+    """Return the layer with one head, whose values are the first elements of its keys."""
+    key, scale = layer.key[:, :1], None if layer.key_scale is None else layer.key_scale[:, :1]
+    return KvLayer(key, key[..., : layer.value.shape[3]], scale, scale, has_values_in_keys=True)
 
 
 def _order(launch: Launch) -> str:

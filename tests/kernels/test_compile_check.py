@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -18,7 +19,8 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-TOOL = Path(__file__).parents[2] / "tools" / "compile_check.py"
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "compile_check.py"
 
 
 def compile_check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,10 +55,14 @@ def test_compile_check_variants_compile_without_a_spill(
     assert [result for result in results if result["unset_registers"]] == []
     for result in results:
         if re.match(r"attend-16-(\d+)x\1-[bf]", result["variant"]) and "fp32" not in result["variant"]:
-            # A decoding row waits for memory: the next keys and values are on their way, and two programs fit.
-            assert result["buffers"] >= 2, result
-            assert result["copies_under_way"] >= 1, result
-            assert result["programs"] >= PROGRAMS, result
+            # A decoding row waits for memory: the next keys and values are on their way, and two programs fit. In FP8,
+            # registers do not suffice for that with a softcap or ends of rows, and a wide tile is one program.
+            words = set(result["variant"].split("-"))
+            is_fp8, features = "fp8" in words, words & {"softcap", "ahead"}
+            if not (is_fp8 and features):
+                assert result["buffers"] >= 2, result
+                assert result["copies_under_way"] >= 1, result
+            assert result["programs"] >= (1 if is_fp8 and "512x512" in words else PROGRAMS), result
         # Decode rows and float32 sums go without; everything else multiplies on tensor cores.
         if result["kernel"] in ("_shrink_tiles", "_expand_tiles", "_attend") and "fp32" not in result["variant"]:
             assert result["tensor_core_instructions"] > 0, result
@@ -115,6 +121,77 @@ def test_a_launch_leaves_its_threads_the_registers_that_its_programs_do_not_need
     assert [registers(2, warps) for warps in (4, 8, 16)] == [255, 128, 64]
     assert registers(None, 4) is None, "the assembler chooses"
     assert registers(2, 4, arch=0) is None, "the interpreter has no registers"
+
+
+def test_every_kernel_that_the_host_launches_has_a_variant() -> None:
+    from kernel_variants import all_variants
+
+    kernels: list[str] = []
+    called: set[str] = set()
+    paths = (path for area in ("kernels", "adapters", "platform") for path in (ROOT / area).rglob("*.py"))
+    for source in (text for text in map(Path.read_text, paths) if "triton.jit" in text):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in "".join(map(ast.unparse, node.decorator_list)):
+                kernels.append(node.name)
+                called |= {ast.unparse(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
+    assert len(set(kernels)) == len(kernels), "a kernel is found by its name"
+    # A kernel that no other kernel calls is launched by the host.
+    assert {variant.launch.kernel.__name__ for variant in all_variants()} == set(kernels) - called
+
+
+def test_variants_have_names_of_their_own() -> None:
+    from kernel_variants import all_variants
+
+    names = [variant.name for variant in all_variants()]
+    assert len(set(names)) == len(names), "of two variants with one name, only the second would be compiled"
+
+
+def test_attention_has_tiles_of_the_compiled_heights_for_any_number_of_heads() -> None:
+    import torch
+
+    from kernel_variants import all_variants
+    from loramux_kernels.cuda.paged_attention import _long_rows, _repeats
+
+    compiled = {
+        (launch.arguments["BLOCK_VALUE"], launch.arguments["query"].dtype, launch.arguments["BLOCK_ROWS"])
+        for launch in (variant.launch for variant in all_variants())
+        if launch.kernel.__name__ == "_attend"
+    }
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (512, torch.bfloat16)):
+        most = _long_rows(dim, dtype)
+        for groups in range(1, 257):
+            heads = groups // _repeats(groups, most)
+            rows = max(16, 1 << (heads - 1).bit_length())
+            assert (dim, dtype, rows) in compiled, (dim, groups)
+
+
+def test_a_variant_that_does_not_compile_is_reported_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import compile_check as tool
+
+    def compile_launch(variant: str, launch: object, arch: int) -> str:
+        if launch is None:
+            raise RuntimeError("PTXAS error")
+        return variant
+
+    monkeypatch.setattr(tool, "compile_launch", compile_launch)
+    monkeypatch.setattr(tool, "variants_by_name", lambda: {"good": "a launch", "bad": None})
+    bad, good = (tool._compile_named((name, 90)) for name in ("bad", "good"))
+    assert (bad, good) == (tool.Failed("bad", 90, "RuntimeError: PTXAS error"), "good")
+    monkeypatch.setattr(tool, "compile_all", lambda *_: iter([bad]))
+    assert tool.main(["--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["failed"] == [{"variant": "bad", "arch": 90, "error": "RuntimeError: PTXAS error"}]
+    assert "bad sm_90 does not compile" in printed.err
+
+
+def test_a_program_that_needs_more_shared_memory_than_there_is_does_not_fit() -> None:
+    from compile_check import _programs
+
+    assert [_programs(128, 99 << 10, 4, arch) for arch in (80, 90, 120)] == [1, 2, 1]
+    assert [_programs(128, 100 << 10, 4, arch) for arch in (80, 90, 120)] == [1, 2, 0]
+    assert [_programs(32, 0, 4, arch) for arch in (80, 120)] == [16, 12], "by warps"
 
 
 def test_compile_check_refuses_an_unknown_variant_and_the_interpreter() -> None:

@@ -235,31 +235,38 @@ def keep_inputs(
 def _keep_heads(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, states: tl.tensor, table: tl.tensor, page_stride: tl.tensor,
     unit: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor,
-    value_row: tl.tensor, value_group: tl.tensor, head: tl.tensor, first: tl.tensor, stop: tl.tensor,
-    begins: tl.tensor,
+    value_row: tl.tensor, value_group: tl.tensor, head: tl.tensor, part: tl.tensor, first: tl.tensor,
+    stop: tl.tensor, begins: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the last inputs of a head of values. The first one of a key head stores those of queries and keys too."""
+    """Store the last inputs of a head: of its queries if `part` is 0, of its keys if it is 1, of its values if it is 2.
+
+    The heads of values that share a key head store its queries and keys once. One part at a time, because the addresses
+    of all three would take too many registers.
+    """
     repeats: tl.constexpr = HEADS // KEY_HEADS
     group = head // repeats
     d = tl.arange(0, BLOCK_KEY)[None, :]
     e = tl.arange(0, BLOCK_VALUE)[None, :]
     inputs = unit + HEADS
-    if head % repeats == 0:
+    if part == 2:
         keep_inputs(
-            query + group * query_head, query_row, states, table, page_stride, inputs, first, stop, begins,
-            group * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+            value + group * value_group + (head % repeats) * VALUE_DIM, value_row, states, table, page_stride, inputs,
+            first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e, VALUE_DIM, TAPS, PER_PAGE, UNIT,
         )  # fmt: skip
-        keep_inputs(
-            key + group * key_head, key_row, states, table, page_stride, inputs, first, stop, begins,
-            (KEY_HEADS + group) * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
-        )  # fmt: skip
-    keep_inputs(
-        value + group * value_group + (head % repeats) * VALUE_DIM, value_row, states, table, page_stride, inputs,
-        first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e, VALUE_DIM, TAPS, PER_PAGE, UNIT,
-    )  # fmt: skip
+    elif head % repeats == 0:
+        if part == 0:
+            keep_inputs(
+                query + group * query_head, query_row, states, table, page_stride, inputs, first, stop, begins,
+                group * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+            )  # fmt: skip
+        else:
+            keep_inputs(
+                key + group * key_head, key_row, states, table, page_stride, inputs, first, stop, begins,
+                (KEY_HEADS + group) * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -400,11 +407,12 @@ def _step_rows(
         to = out + (row * HEADS + head) * VALUE_DIM + e
         tl.store(to, result.to(out.dtype.element_ty), mask=e < VALUE_DIM)
         if block == 0:
-            _keep_heads(
-                query, key, value, states, table, page_stride, unit, query_row, query_head, key_row, key_head,
-                value_row, value_group, head, row, row + 1, begins,
-                KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, TAPS, PER_PAGE, UNIT, BLOCK_KEY, BLOCK_VALUE,
-            )  # fmt: skip
+            for part in range(3):
+                _keep_heads(
+                    query, key, value, states, table, page_stride, unit, query_row, query_head, key_row, key_head,
+                    value_row, value_group, head, part, row, row + 1, begins,
+                    KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, TAPS, PER_PAGE, UNIT, BLOCK_KEY, BLOCK_VALUE,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -425,12 +433,15 @@ def _solve_chunks(
     for task in range(tl.program_id(0), tl.load(work) * HEADS, tl.num_programs(0)):
         head = task % HEADS
         item = work + (task // HEADS + 1) * _ITEM
-        stop = tl.load(item + 2).to(tl.int64)
-        row = tl.load(item + 1).to(tl.int64) + tl.arange(0, _CHUNK)
-        exists = row < stop
-        reach = tl.cumsum(tl.load(decay + row * HEADS + head, mask=exists, other=0.0), axis=0)
-        size = tl.load(beta + row * HEADS + head, mask=exists, other=0.0)
-        q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM
+        # Offsets from the first row have 32 bits: with places of all rows in 64 bits, registers would not suffice.
+        first = tl.load(item + 1)
+        row = tl.arange(0, _CHUNK)
+        exists = row < tl.load(item + 2) - first
+        of_head = first.to(tl.int64) * HEADS + head
+        reach = tl.cumsum(tl.load(decay + of_head + row * HEADS, mask=exists, other=0.0), axis=0)
+        size = tl.load(beta + of_head + row * HEADS, mask=exists, other=0.0)
+        q_rows = normed + (first.to(tl.int64) * 2 * KEY_HEADS + head // repeats) * KEY_DIM
+        q_rows += row[:, None] * (2 * KEY_HEADS * KEY_DIM)
         found = tl.zeros((_CHUNK, _CHUNK), tl.float32)
         system = tl.zeros((_CHUNK, _CHUNK), tl.float32)
         for start in tl.range(
@@ -445,8 +456,8 @@ def _solve_chunks(
                 system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
         # Later tokens are masked before exp, because exp would overflow for them.
         weight = tl.exp(tl.where(i >= j, reach[:, None] - reach[None, :], _NEVER))
-        found *= weight
-        to = (row * HEADS + head)[:, None] * _CHUNK + j
+        to = i * (HEADS * _CHUNK) + j
+        tl.store(scores + of_head * _CHUNK + to, found * weight, mask=exists[:, None])
         if IS_DELTA:
             system *= weight * size[:, None]
             system = tl.where(i > j, system, 0.0)
@@ -459,13 +470,17 @@ def _solve_chunks(
                 inverse -= tl.dot(inverse, step, input_precision="tf32x3")
             # the columns' step sizes: a row of them, from the diagonal
             sizes = tl.sum(tl.where(i == j, size[:, None], 0.0), axis=0)[None, :]
-            tl.store(corrected + to, inverse * sizes, mask=exists[:, None])
-        tl.store(scores + to, found, mask=exists[:, None])
+            tl.store(corrected + of_head * _CHUNK + to, inverse * sizes, mask=exists[:, None])
+    # A separate loop: in the other one, addresses of inputs would take registers from the products.
+    for task in range(tl.program_id(0), tl.load(work) * HEADS * 3, tl.num_programs(0)):
+        part = task % 3
+        head = task // 3 % HEADS
+        item = work + (task // 3 // HEADS + 1) * _ITEM
         if tl.load(item + 5) != 0:
             _keep_heads(
                 query, key, value, states, tables + tl.load(item).to(tl.int64) * table_row, page_stride, unit,
-                query_row, query_head, key_row, key_head, value_row, value_group, head,
-                tl.load(item + 3).to(tl.int64), stop, tl.load(item + 4),
+                query_row, query_head, key_row, key_head, value_row, value_group, head, part,
+                tl.load(item + 3).to(tl.int64), tl.load(item + 2).to(tl.int64), tl.load(item + 4),
                 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, TAPS, PER_PAGE, UNIT, BLOCK_KEY, BLOCK_VALUE,
             )  # fmt: skip
 

@@ -259,7 +259,7 @@ def prepare_expand(
 def _expand_launch(
     tiles: RowTiles, tile_map: TileMap, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor
 ) -> Launch:
-    columns = _block_columns(tiles, y.dtype)
+    columns = _block_columns(tiles, y.dtype, group)
     blocks = group_table(group, columns, y.device)
     arguments = {
         **shared,
@@ -268,7 +268,7 @@ def _expand_launch(
         "work": tiles.expand.work,
         "blocks": blocks.blocks,
         "num_blocks": len(blocks.blocks),
-        "ALIGNED": blocks.aligned,
+        "ALIGNED": is_aligned(group),
         "BLOCK_COLUMNS": columns,
     }
     grid = (resident_programs(y.device, 3 if tiles.shape.rows == LONG_ROWS else 4),)
@@ -280,10 +280,17 @@ def _expand_launch(
     return Launch(_expand_tiles, grid, arguments, 4, 2, may_depend)
 
 
-def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
+def _block_columns(tiles: RowTiles, dtype: torch.dtype, group: LoraGroup) -> int:
+    """Return the columns of an item: loads of single elements need more registers than vectors."""
     if tiles.shape.rows == 1:
         return 512
-    return 128 if dtype == torch.float32 else 256
+    return 128 if dtype == torch.float32 or not is_aligned(group) else 256
+
+
+@cache
+def is_aligned(group: LoraGroup) -> bool:
+    """Return True if every row of B starts at an address that a vector load may use."""
+    return all(width % VECTOR == 0 for width in group.out_features)
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
@@ -473,8 +480,6 @@ class GroupTable:
     """int32[len(group.sites)]"""
     blocks: torch.Tensor
     """int32[number of column blocks, BLOCK_WIDTH]"""
-    aligned: bool
-    """True if every row of B starts at an address that a vector load may use."""
 
 
 @cache
@@ -493,5 +498,4 @@ def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> G
     return GroupTable(
         sites=torch.tensor(group.sites, dtype=torch.int32, device=device),
         blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
-        aligned=all(width % VECTOR == 0 for width in group.out_features),
     )

@@ -18,8 +18,8 @@ tokens. A tile then reads up to the largest of its rows' ends.
 
 In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first.
 So the tokens that begin a page have a separate launch, before that of the others. Attention widens a key's codes to the
-query's dtype, which is exact, and multiplies the scores with the pages' scales. Values are multiplied with their scale
-before they take that dtype, because weights times scales could overflow float16.
+query's dtype, which is exact, and multiplies the scores with the pages' scales. The scales of values multiply the
+weights. In float16 these products could be too small, so there values are multiplied with their scale first.
 
 If values are the first elements of their keys (`KvLayer.has_values_in_keys`), only keys are stored, and a loaded block
 of keys is the block of values too. Keys wider than 256 whose width is no power of two are loaded in two parts, so that
@@ -182,7 +182,7 @@ def prepare_attention(
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
     block_key, block_rest, block_value = _blocks(key_dim, value_dim)
     long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
-    repeats = _repeats(query.shape[1] // kv_heads, max(key_dim, value_dim))
+    repeats = _repeats(query.shape[1] // kv_heads, long_rows)
     groups = query.shape[1] // kv_heads // repeats
     sees_ahead = batch.row_ends is not None
     shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant, sees_ahead)
@@ -228,11 +228,10 @@ def _long_rows(dim: int, dtype: torch.dtype) -> int:
     return 32 if dim > 128 else 64
 
 
-def _repeats(groups: int, dim: int) -> int:
-    """Return the tiles that share a kv head: the heads of a tile's row are so few that registers hold their sums."""
-    if dim <= 256 or groups <= DECODE_TILE_ROWS:
-        return 1
-    return min(n for n in range(1, groups + 1) if groups % n == 0 and groups // n <= DECODE_TILE_ROWS)
+def _repeats(groups: int, most: int) -> int:
+    """Return the tiles that share a kv head: each has at most `most` of its query heads, because registers must hold
+    the sums of all rows of a tile."""
+    return min(n for n in range(1, groups + 1) if groups % n == 0 and groups // n <= most)
 
 
 def _blocks(key_dim: int, value_dim: int) -> tuple[int, int, int]:
@@ -296,8 +295,9 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
     same_width = attend["BLOCK_KEY"] == attend["BLOCK_VALUE"]
     sees_ahead, has_softcap = attend["row_ends"] is not None, attend["softcap"] is not None
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, sees_ahead, has_softcap)
-    warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
-    warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
+    warps = 4
+    if widest > 256:  # the sums of one row are as wide as a value, and codes are widened
+        warps = 16 if is_fp8 else 8
     # Left to itself, ptxas spills in some tiles to fit a third program, which no launch has.
     programs = ATTENTION_PROGRAMS if widest <= 256 else None
     return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages, programs=programs)
@@ -319,8 +319,6 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with one tile of query rows, one kv head and one stretch of context for each item."""
     begin_dependent(DEPENDENT)
-    tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
-    member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     d = tl.arange(0, BLOCK_KEY)
     tasks = tl.load(work) * KV_HEADS
     parts_written = 0
@@ -328,6 +326,8 @@ def _attend(
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % KV_HEADS
         item = work + (task // KV_HEADS + 1) * _ITEM
+        tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
+        member = tl.arange(0, BLOCK_ROWS) % GROUPS
         row = tl.load(item + 1).to(tl.int64) + tile_row
         has_row = tile_row < tl.load(item + 2)
         first_position = tl.load(item + 3)
@@ -339,7 +339,8 @@ def _attend(
         if row_ends is not None:
             last = tl.load(row_ends + row, mask=has_row, other=0) - 1
             stop = tl.minimum(stop, tl.max(last, axis=0) + 1)
-        query_rows = query + row[:, None] * query_token + (head * GROUPS + member)[:, None] * query_head
+        query_heads = (head * GROUPS + member).to(tl.int64)[:, None] * query_head
+        query_rows = query + row[:, None] * query_token + query_heads
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         q_rest = None
         if BLOCK_REST > 0:
@@ -379,6 +380,9 @@ def _attend(
             KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, True,
         )  # fmt: skip
         e = tl.arange(0, BLOCK_VALUE)
+        tile_row, member = heads_of_rows(stop, GROUPS, BLOCK_ROWS)
+        row = tl.load(item + 1).to(tl.int64) + tile_row
+        has_row = tile_row < tl.load(item + 2)
         inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
         # The total of a row that saw no token is 0.
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -397,21 +401,33 @@ def _attend(
     # A separate loop: in the other one, merging would take registers from attention.
     if parts_written > 0:
         merge_last_parts(
-            output, lse, partial_output, partial_lse, arrivals, work, tasks, tile_row, member, output_token,
+            output, lse, partial_output, partial_lse, arrivals, work, tasks, output_token,
             KV_HEADS, GROUPS, VALUE_DIM, BLOCK_VALUE, BLOCK_ROWS,
         )  # fmt: skip
 
 
 @triton.jit
+def heads_of_rows(count: tl.tensor, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the query row and the head of each row of a tile; `count` is not negative.
+
+    They are computed anew after a loop. The compiler would else keep those from before it in registers that the loop
+    needs, as it does not see that the minimum of `count` and 0 is 0.
+    """
+    place = tl.arange(0, BLOCK_ROWS) + tl.minimum(count, 0)
+    return place // GROUPS, place % GROUPS
+
+
+@triton.jit
 def merge_last_parts(
     output: tl.tensor, lse: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, arrivals: tl.tensor,
-    work: tl.tensor, tasks: tl.tensor, tile_row: tl.tensor, member: tl.tensor, output_token: tl.tensor,
+    work: tl.tensor, tasks: tl.tensor, output_token: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the parts that this program has written, and merge those of each tile that has them all."""
     # All threads have stored their parts before one thread counts them.
     tl.debug_barrier()
+    tile_row, member = heads_of_rows(tasks, GROUPS, BLOCK_ROWS)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         item = work + (task // KV_HEADS + 1) * _ITEM
         parts = tl.load(item + 9)
@@ -492,10 +508,20 @@ def absorb(
             v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
         if value_scales is not None:
             value_scale = tl.load(value_scales + page * value_scale_page, mask=exists, other=1.0)
-            v = (from_e4m3(v) * value_scale[:, None]).to(q.dtype)
+            weights, v = widened(weights, v, value_scale, q.dtype)
         sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
         highest = new_highest
     return sums, total, highest
+
+
+@triton.jit
+def widened(
+    weights: tl.tensor, codes: tl.tensor, scales: tl.tensor, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return weights and values, of which one is multiplied with the values' scales, one scale for each token."""
+    if dtype == tl.float16:  # weights times scales could be too small for it
+        return weights, (from_e4m3(codes) * scales[:, None]).to(dtype)
+    return weights * scales[None, :], from_e4m3(codes).to(dtype)
 
 
 @triton.jit
