@@ -286,7 +286,16 @@ def _way_out(folder: Path) -> str:
     if inner:
         return f"push one of its folders: {', '.join(str(folder / name) for name in inner[:MAX_NAMED])}"
     if any(folder.glob("*adapters.safetensors")):
-        return "it is mlx-lm's: convert it to PEFT's form first"
+        return (
+            "it is mlx-lm's: convert it to PEFT's form (lora_A.weight and lora_B.weight are its lora_a and lora_b "
+            "transposed, and lora_alpha is its scale times its rank)"
+        )
+    if any(folder.glob("adapter_model.bin")):
+        return "its weights are a pickle: load it with PEFT, and save it with model.save_pretrained() as safetensors"
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return "it is a whole model: push the adapter's folder of before the merge, or serve the model as a base"
+    if any(folder.glob("pytorch_model_fsdp*")) or any(folder.glob("global_step*")):
+        return "it is the state of a run over several devices: gather the weights, with trainer.save_model()"
     return "save it with model.save_pretrained()"
 
 
