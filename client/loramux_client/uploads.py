@@ -41,6 +41,26 @@ POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 3.0
 """Shortest and longest pause between polls of the upload's state, in seconds."""
 TIMEOUT_SECONDS = 900.0
 
+_OTHER_FORMS = {
+    ("adapter_model*-of-*", "adapter_model.*.index.json"): (
+        "its weights are sharded: load it with PEFT, and save it with model.save_pretrained() as one file"
+    ),
+    ("*adapters.safetensors",): (
+        "it is mlx-lm's: convert it to PEFT's form (lora_A.weight and lora_B.weight are its lora_a and lora_b "
+        "transposed, and lora_alpha is its scale times its rank)"
+    ),
+    ("adapter_model.bin",): (
+        "its weights are a pickle: load it with PEFT, and save it with model.save_pretrained() as safetensors"
+    ),
+    ("model*.safetensors", "pytorch_model*.bin"): (
+        "it is a whole model: push the adapter's folder of before the merge, or serve the model as a base"
+    ),
+    ("pytorch_model_fsdp*", "global_step*"): (
+        "it is the state of a run over several devices: gather the weights, with trainer.save_model()"
+    ),
+}
+"""Advice by the files of other forms than PEFT's two files; the first pattern that matches counts."""
+
 _HUB = re.compile(
     r"(?P<hub>[a-z0-9][a-z0-9-]*):(?P<repo>[^@:/]+/[^@]+)@(?P<commit>[0-9a-f]{40})(?:/(?P<subfolder>.+))?"
 )
@@ -280,13 +300,12 @@ def _unfinished(
 
 def _way_out(folder: Path) -> str:
     """Return advice for a folder without an adapter's two files; the advice depends on the files in the folder."""
-    if any(folder.glob("adapter_model*-of-*")) or any(folder.glob("adapter_model.*.index.json")):
-        return "its weights are sharded: load it with PEFT, and save it with model.save_pretrained() as one file"
     inner = sorted(file.parent.name for file in folder.glob("*/adapter_config.json"))
     if inner:
         return f"push one of its folders: {', '.join(str(folder / name) for name in inner[:MAX_NAMED])}"
-    if any(folder.glob("*adapters.safetensors")):
-        return "it is mlx-lm's: convert it to PEFT's form first"
+    for patterns, advice in _OTHER_FORMS.items():
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            return advice
     return "save it with model.save_pretrained()"
 
 

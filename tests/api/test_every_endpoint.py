@@ -35,8 +35,10 @@ CLASSIFIERS = {"classes": False, "tokens": True}
 """Classifiers by name, and whether they are of tokens."""
 SHORTER = {"/classify", "/score", "/rerank", "/v2/rerank"}
 """Other paths of those."""
-COUNTING = {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
-"""They run nothing, and need a request left in the minute: tests/api/test_messages.py and test_drop_in.py."""
+COUNTING = {"/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize"}
+"""They run nothing, and need a request left in the minute: tests/api/test_messages.py, test_responses.py and
+test_drop_in.py.
+"""
 LORAX = {"/", "/generate", "/generate_stream"}
 """They name the model otherwise, and have no idempotency keys: tests/api/test_lorax.py has theirs."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import anthropic
@@ -143,6 +144,19 @@ def test_stop_reason_says_what_ended_the_answer(
     else:
         end = create(chats, **fields)
     assert (end.stop_reason, end.stop_sequence) == (reason, sequence)
+
+
+def test_models_are_listed_page_by_page_with_anthropics_fields(chats: Site) -> None:
+    with chats.http("all-scopes") as http:
+        key = http.post("/admin/tenants/acme/keys", json={"scopes": ["read"]}).json()["key"]
+    models = client(chats, key).models
+    [one] = models.list(limit=5)
+    assert (one.id, one.type, one.display_name, one.lifecycle) == ("tiny", "model", "tiny", "active")
+    assert one.max_input_tokens == 4096
+    assert abs((one.created_at - datetime.now(UTC)).total_seconds()) < 3600
+    assert models.retrieve("tiny").display_name == "tiny"
+    page = models.list(limit=1, after_id="tiny")
+    assert (page.data, page.has_more) == ([], False)
 
 
 def test_more_tokens_than_the_context_holds_are_no_error(chats: Site) -> None:

@@ -22,6 +22,7 @@ BODIES: dict[str, type[Body]] = {
     "chat": ChatBody,
     "completions": CompletionBody,
     "responses": ResponseBody,
+    "input_tokens": ResponseBody,
     "messages": MessageBody,
     "messages beta": MessageBody,
     "count_tokens": CountBody,

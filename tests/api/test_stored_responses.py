@@ -358,6 +358,14 @@ def test_repeated_request_does_not_store_a_deleted_response_again(chats: Site) -
         chats.openai().responses.retrieve(first.id)
 
 
+def test_counted_tokens_include_the_stored_conversation(chats: Site) -> None:
+    say(chats, "one")
+    sent = create(chats, input="first")
+    asked = {"model": "tiny", "input": "second", "previous_response_id": sent.id}
+    counted = chats.openai().responses.input_tokens.count(**asked).input_tokens
+    assert counted == create(chats, **asked).usage.input_tokens
+
+
 def test_conversation_that_outgrows_the_context_is_refused_as_a_long_input_is(chats: Site) -> None:
     say(chats, "one")
     sent = create(chats, input="x" * 2500)

@@ -186,7 +186,12 @@ def test_push_without_files_raises_before_sending(tmp_path: Path) -> None:
         (("adapter_config.json", "adapter_model.safetensors.index.json"), "sharded"),
         (("default/adapter_config.json", "default/adapter_model.safetensors"), "push one of its folders: .*/default"),
         (("README.md", "second/adapter_config.json", "first/adapter_config.json"), "folders: .*/first, .*/second"),
-        (("adapter_config.json", "adapters.safetensors"), "mlx-lm"),
+        (("adapter_config.json", "adapters.safetensors"), "lora_alpha is its scale times its rank"),
+        (("adapter_config.json", "adapter_model.bin"), "pickle"),
+        (("config.json", "model-00001-of-00002.safetensors"), "whole model"),
+        (("config.json", "pytorch_model.bin"), "whole model"),
+        (("trainer_state.json", "pytorch_model_fsdp_0/__0_0.distcp"), "trainer.save_model"),
+        (("zero_to_fp32.py", "global_step2/mp_rank_00_model_states.pt"), "trainer.save_model"),
     ],
 )
 def test_push_of_another_form_says_which_it_is(tmp_path: Path, files: tuple[str, ...], reason: str) -> None:

@@ -14,7 +14,7 @@ from anthropic.types.beta import message_create_params as beta_message_create_pa
 from anthropic.types.messages import batch_create_params as message_batch_create_params
 from openai.types import batch_create_params, completion_create_params, file_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 from typing_extensions import get_type_hints, is_typeddict
 
 RECORD = Path(__file__).parents[2] / "docs" / "decisions" / "0044-hints-and-meanings.md"
@@ -23,6 +23,7 @@ ROOTS: dict[str, type] = {
     "chat": chat_create_params.CompletionCreateParamsBase,
     "completions": completion_create_params.CompletionCreateParamsBase,
     "responses": response_create_params.ResponseCreateParamsBase,
+    "input_tokens": input_token_count_params.InputTokenCountParams,
     "messages": message_create_params.MessageCreateParamsBase,
     "messages beta": beta_message_create_params.MessageCreateParamsBase,
     "count_tokens": message_count_tokens_params.MessageCountTokensParams,
@@ -46,8 +47,11 @@ class Row:
 
 
 def name_of(kind: type) -> str:
-    """The name of a type in the record: its module within the SDK's `types`, and its own."""
-    return f"{kind.__module__.replace('.types', '').removesuffix('_params').removesuffix('_param')}.{kind.__name__}"
+    """The name of a type in the record: its module within the SDK's `types`, and its own. The SDK has the types of
+    Responses' items twice, which count as one.
+    """
+    module = kind.__module__.replace(".types", "").removesuffix("_params").removesuffix("_param")
+    return f"{module.replace('response_input_item', 'response_input')}.{kind.__name__}"
 
 
 def recorded() -> list[Row]:

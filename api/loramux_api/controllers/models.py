@@ -1,7 +1,8 @@
-"""GET /v1/models: values that the caller may use as a request's `model`."""
+"""GET /v1/models: values that the caller may use as a request's `model`, with OpenAI's and Anthropic's fields."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,7 +18,8 @@ from loramux.serving.adapters import AdapterService
 from loramux.serving.bases import ServedBase, ServedBases
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import PathName
+from loramux_api.parameters import OptionalText, PathName
+from loramux_api.schemas.batches import Cursored, page_of
 
 Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS"]
 Modality = Literal["text", "image"]
@@ -28,26 +30,29 @@ class Model(msgspec.Struct, kw_only=True):
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    """Anthropic's name for `object`. Its clients read `display_name`, `created_at`, `lifecycle` and `max_input_tokens`
+    too.
+    """
+    display_name: str
     created: int
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    """Constant: models that are retired are not listed."""
     owned_by: str
     root: str
     """The base model itself, or the adapter's own name."""
     parent: str | None = None
     """Base model of an adapter."""
     max_model_len: int
+    max_input_tokens: int
+    """Another name of `max_model_len`."""
     tasks: list[Task] | None = None
     """Tasks of a base model, by PEFT's names: text, vectors (`FEATURE_EXTRACTION`) or classes (`SEQ_CLS`). null: of an
     adapter, whose task its description shows.
     """
     input_modalities: list[Modality]
     """Kinds of parts that a prompt may have; none while an adapter's base is not served."""
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """All models that the caller may use."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
 
 
 MAX_PAGE = 1000
@@ -69,18 +74,23 @@ class ModelController(ApiController):
         started_at: NamedDependency[int],
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
-    ) -> ModelList:
+        after_id: OptionalText = None,
+    ) -> Cursored[Model]:
         """List the models that your key may use: base models, your own adapters, and adapters shared with you.
 
         `search`: list only models whose name contains this text. `limit`: list at most this many models; without it,
-        all.
+        all. `after_id`: begin after this model, the `last_id` of the page before.
         """
         wanted = (search or "").lower()
         models = [_base(base, started_at) for name, base in bases.items() if principal.may_use(name)]
-        found = await adapters.queries.callable(principal, wanted.rpartition("/")[2] or None, limit)
+        most = None if limit is None or after_id is not None else limit + 1
+        found = await adapters.queries.callable(principal, wanted.rpartition("/")[2] or None, most)
         models += [_adapter(bases, one) for one in found]
         models = [one for one in models if wanted in one.id.lower()]
-        return ModelList(data=models[:limit])
+        if after_id is not None:
+            place = next((i for i, one in enumerate(models) if one.id == after_id), len(models))
+            models = models[place + 1 :]
+        return page_of(models, limit or len(models), [one.id for one in models])
 
     @get("/{name:path}", summary="Describe a model")
     async def get_model(
@@ -110,24 +120,31 @@ def _base(base: ServedBase, started_at: int) -> Model:
     task = base.bundle.task
     return Model(
         id=base.name,
+        display_name=base.name,
         created=started_at,
+        created_at=datetime.fromtimestamp(started_at, UTC),
         owned_by="loramux",
         root=base.name,
         max_model_len=base.context,
+        max_input_tokens=base.context,
         tasks=["CAUSAL_LM", "FEATURE_EXTRACTION"] if task is None else [task],
         input_modalities=_modalities(base),
     )
 
 
 def _adapter(bases: ServedBases, adapter: CallableAdapter) -> Model:
-    base = bases.of_record(adapter.base_model)
+    base, created = bases.of_record(adapter.base_model), adapter.created_at // SECOND
+    context = 0 if base is None else base.context
     return Model(
         id=adapter.name,
-        created=adapter.created_at // SECOND,
+        display_name=adapter.name,
+        created=created,
+        created_at=datetime.fromtimestamp(created, UTC),
         owned_by=adapter.name.partition("/")[0],
         root=adapter.version or adapter.name,
         parent=adapter.base_model if base is None else base.name,
-        max_model_len=0 if base is None else base.context,
+        max_model_len=context,
+        max_input_tokens=context,
         input_modalities=[] if base is None else _modalities(base),
     )
 

@@ -90,6 +90,13 @@ from loramux_api.schemas.stored_responses import (
 from loramux_api.schemas.tools import Toolbox
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Number of tokens of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseController(ApiController):
     """Conversations in the form of OpenAI's Responses."""
 
@@ -127,6 +134,29 @@ class ResponseController(ApiController):
                 asked = stateless_request(data)
             writer = partial(ResponseWriter, data, history=history, keep=keep)
             return await inference.answer(asked, writer, stream=bool(data.stream))
+
+    @post(
+        "/input_tokens",
+        status_code=200,
+        summary="Count the tokens of a response's prompt",
+        responses={200: ResponseSpec(InputTokens, description="The tokens.")},
+    )
+    async def count_input_tokens(
+        self,
+        data: JSONBody[ResponseBody],
+        inference: NamedDependency[Inference],
+        responses: NamedDependency[ResponseStore],
+    ) -> InputTokens:
+        """Count a prompt's tokens. The call is free, and is refused if the limit per minute leaves no request."""
+        memory = HeldUnits(platform_of(inference.request).memory, inference.principal.tenant)
+        with renamed_fields(FIELDS), ExitStack() as counting:
+            counting.callback(memory.release)
+            if responses.is_on:
+                asked = to_request(data, await _history(responses, inference, data, memory))
+            else:
+                asked = stateless_request(data)
+            counted = await inference.completions.tokenize(inference.principal, asked)
+        return InputTokens(input_tokens=len(counted.token_ids))
 
     @get(
         "/{response_id:str}",

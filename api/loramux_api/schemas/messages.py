@@ -264,7 +264,6 @@ def to_request(body: MessageBody) -> GenerationRequest:
             sampling=sampling_params(shared, None),
             left_out=left_out(shared),
             max_tokens=body.max_tokens,
-            lowers_max_tokens=True,
             stop=tuple(body.stop_sequences or ()),
             chat=options(body, turns),
             format=AskedFormat(JsonSchema(format.schema), "output_config.format") if format else None,
@@ -284,7 +283,6 @@ def to_counted(body: CountBody) -> GenerationRequest:
             is_streamed=False,
             prompts=(turns,),
             sampling=sampling_params(SamplingBody(model=body.model), None),
-            lowers_max_tokens=True,
             chat=options(body, turns),
         )
 

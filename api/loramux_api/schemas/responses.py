@@ -263,6 +263,7 @@ class ResponseBody(InferenceBody, kw_only=True):
             "image",
             "max_tool_calls",
             "mm_payload",
+            "personality",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",

@@ -186,7 +186,11 @@ def resolve_max_tokens(
     """Return the number of tokens that a choice may generate after `prompt`. `of_revision` is the revision's own
     default.
 
-    Raises InvalidRequest (code context_length_exceeded) if prompt and answer do not fit in `context` tokens.
+    After a conversation, a `max_tokens` beyond the context is lowered: it is an upper bound, and agents set it to the
+    whole context. After a text the same request is refused, as OpenAI's completions refuse it.
+
+    Raises InvalidRequest (code context_length_exceeded) if the prompt, or a text and its answer, do not fit in
+    `context` tokens.
     """
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"'{_field(prompt)}' holds no token; send at least one.", field=_field(prompt))
@@ -197,7 +201,8 @@ def resolve_max_tokens(
         raise _too_long(
             prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.", num_prompt_tokens
         )
-    if asked.max_tokens is not None and asked.max_tokens > left and not asked.lowers_max_tokens:
+    is_conversation = isinstance(prompt, tuple)
+    if asked.max_tokens is not None and asked.max_tokens > left and not is_conversation:
         raise _too_long(
             prompt,
             context,
@@ -207,7 +212,7 @@ def resolve_max_tokens(
         )
     if asked.max_tokens == 0:
         return 1  # the engine generates one token, which is not shown
-    default = min(of_revision or (left if isinstance(prompt, tuple) else DEFAULT_MAX_TOKENS), left)
+    default = min(of_revision or (left if is_conversation else DEFAULT_MAX_TOKENS), left)
     max_tokens = min(asked.max_tokens or default, left)
     if asked.sampling.min_tokens > max_tokens:
         raise InvalidRequest(

@@ -165,11 +165,9 @@ class GenerationRequest:
     left_out: frozenset[str] = frozenset()
     """Sampling parameters that the caller left out. If the model recommends values, they apply to these."""
     max_tokens: int | None = None
-    """Maximum number of tokens of an answer. None: the rest of the context after a conversation, DEFAULT_MAX_TOKENS
-    after a text. 0: no tokens; the answer is the repeated prompt.
+    """Maximum number of tokens of an answer, lowered after a conversation to the rest of the context. None: that rest
+    after a conversation, DEFAULT_MAX_TOKENS after a text. 0: no tokens; the answer is the repeated prompt.
     """
-    lowers_max_tokens: bool = False
-    """Lower a `max_tokens` that exceeds the context. Otherwise such a request is refused."""
     pooling: AskedPooling | None = None
     """Pooling of the hidden states into numbers for each prompt; None: answers are generated."""
     dimensions: int | None = None

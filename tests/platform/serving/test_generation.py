@@ -192,8 +192,9 @@ def test_draining_aborts_late_requests_with_its_reason(tmp_path: Path) -> None:
         ({}, 16),
         ({"prompts": ([1] * 250,)}, 6),
         ({"max_tokens": 250}, 250),
+        ({"prompts": ((Message("user", "hi"),),), "max_tokens": 256}, 256 - len("user: hi\nassistant:")),
     ],
-    ids=["chat: what is left", "text: 16", "text: no more than is left", "as asked"],
+    ids=["chat: what is left", "text: 16", "text: no more than is left", "as asked", "chat: the whole context"],
 )
 def test_max_tokens_defaults_and_given_value(tmp_path: Path, changes: dict[str, object], max_tokens: int) -> None:
     async def test(made: Harness) -> None:
