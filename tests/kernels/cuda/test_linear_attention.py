@@ -7,13 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from linear_cases import Case, Sizes, make_linear_case
+from linear_cases import TAPS, Case, Sizes, make_linear_case
 
 from loramux_kernels.cuda.linear_attention import gated_norm, linear_attention
+from loramux_kernels.cuda.short_convolution import short_convolution
 from loramux_kernels.cuda.work_lists import STATE_CHUNK, attach_states, reserve_states
-from loramux_kernels.linear_attention import gated_norm_reference, linear_attention_reference
+from loramux_kernels.linear_attention import (
+    gated_norm_reference,
+    linear_attention_reference,
+    short_convolution_reference,
+)
 from loramux_kernels.staged_memory import StagedMemory
-from loramux_kernels.tables import AttentionBatch
+from loramux_kernels.tables import AttentionBatch, StateLayer, StateShape
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -83,6 +88,21 @@ def test_linear_attention_stores_the_state_before_drafts(device, is_mamba: bool)
     memory.send()
     attach_states(batch := replace(batch), tiles)
     check(replace(case, batch=batch), torch.float32)
+
+
+def test_short_convolution_stores_the_inputs_before_drafts(device) -> None:
+    case = make_linear_case(Sizes(1, 1, 24, 40), DRAFTED, torch.float32, device)
+    batch = replace(case.batch, draft_lens=torch.tensor(DRAFTS, dtype=torch.int32))
+    shape = StateShape(0, 1, 64 * TAPS, 64, TAPS)
+    units = torch.randn(len(DRAFTED), 1, shape.unit, device=device)
+    tables = torch.arange(len(DRAFTED), dtype=torch.int32, device=device)[:, None]
+    batch = replace(batch, state_tables=tables)
+    x, kernel = torch.randn(batch.spans[-1][1], 64, device=device), torch.randn(64, TAPS + 1, device=device)
+    state, wanted = StateLayer(shape, units, 0), StateLayer(shape, units.clone(), 0)
+    got = short_convolution(x, kernel, None, state, batch)
+    expected = short_convolution_reference(x, kernel, None, wanted, batch)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(state.units, wanted.units)
 
 
 @pytest.mark.parametrize("is_mamba", [False, True], ids=["gated delta", "mamba 2"])

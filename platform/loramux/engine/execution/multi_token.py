@@ -336,7 +336,7 @@ class HeadDrafter:
         write_kv(rows, rows, KvLayer(ends, ends, has_values_in_keys=True), pages)
 
     def note(self, step: Step, packed: PackedStep, hidden: torch.Tensor) -> None:
-        """Remember the rows of a step: drafts after it read their hidden states, which stay valid until the next."""
+        """Remember the rows of a step for the drafts after it; its hidden states stay valid until the next step."""
         self._hidden, self._slots = hidden, packed.slot_mapping
         chunks = list(zip(step.chunks, packed.cu_seqlens.tolist(), strict=False))
         self._rows = {one.sequence.id: (one.start, one.end, first) for one, first in chunks if one.num_sampled}

@@ -33,7 +33,6 @@ BASES = {
     "qwen3_next": ("qwen3_next", HYBRID),
     "without states": ("qwen3_5", {"layer_types": ["full_attention"] * 2}),
     "deepseek_v3": ("deepseek_v3", {}),
-    "glm4_moe": ("glm4_moe", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
 }
 SIZES = {"device": DEVICE, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 24, "block_size": 16}
@@ -90,8 +89,10 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("most_recorded", [2048, 4], ids=["recorded", "small steps recorded"])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "most_recorded"),
+    [*((base, 2048) for base in BASES), ("qwen3_5", 4), ("without states", 4)],  # 4: only small steps are recorded
+)
 def test_gpu_head_in_chunks_after_cached_prefixes_and_preempted_drafts_as_the_reference_does(
     zoo_with_head, base: str, most_recorded: int, monkeypatch, copies_of_decode_steps
 ) -> None:
@@ -103,6 +104,8 @@ def test_gpu_head_in_chunks_after_cached_prefixes_and_preempted_drafts_as_the_re
     assert isinstance(engine._runner, GpuRunner)
     engine._runner.bank.pool.fill_(float("nan"))
     engine.scheduler.memory.swap.pays = lambda _: True
+    times: Any = engine.scheduler.speculation.times
+    times.is_measured = lambda rows: engine.stats().steps % 3 > 0  # whole recorded steps, which run ahead, in between
     copies, replays = copies_of_decode_steps(engine), replays_of(engine)
     engine, drafted = preempting(engine, every=6), Drafted(engine)
     answers = {one.name: zoo.answer(one) for one in MIXED}
