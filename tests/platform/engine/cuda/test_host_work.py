@@ -34,12 +34,12 @@ KINDS = {
 }
 
 INSTRUCTIONS = {
-    "plain": (9300, 878),
-    "adapters": (12_600, 878),
-    "penalties": (9300, 999),
-    "biases": (9500, 920),
-    "draws": (9300, 878),
-    "logprobs": (9800, 1056),
+    "plain": (9300, 880),
+    "adapters": (12_600, 880),
+    "penalties": (9300, 1001),
+    "biases": (9500, 922),
+    "draws": (9300, 880),
+    "logprobs": (9800, 1058),
 }
 """Most instructions of a step in which no sequence takes a page, without its rows, and most of each row. The first
 number has room for other versions of libraries. With eight adapters, each has a segment of rows."""
