@@ -576,4 +576,7 @@ def _means(target: str, name: str) -> bool:
 def _unknown(target: str, base: BaseDescription) -> str:
     ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in base.parameters))
     served = f"served are {shown(ends)}" if ends else "this base has none that is served"
-    return f"target_parameters names {target[:120]!r}; of parameters that are no linear's, {served}."
+    return (
+        f"target_parameters names {target[:120]!r}; of parameters that are no linear's, {served}. Train linears with "
+        "target_modules instead."
+    )
