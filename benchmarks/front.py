@@ -50,6 +50,7 @@ import multiprocessing
 import os
 import queue
 import selectors
+import signal
 import socket
 import statistics
 import subprocess
@@ -657,6 +658,7 @@ def main() -> None:
         help="folder whose tokenizer and template are used; the kinds `adapter` need the default",
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end with it
 
     def row(at: Site, name: str, streams: int) -> dict[str, Any]:
         if name in CALLS:
