@@ -380,14 +380,20 @@ def test_search_of_a_page_that_is_left_does_not_block_the_next(
     page = visit.load("/operator/plan", "Planner")
     page.get_by_role("button", name="Make a plan").click()
     expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_visible()
-    visit.go("/operator/ledger", "Ledger and sinks")
-    visit.go("/operator/plan", "Planner")
-    expect(page.get_by_text("A search is running")).to_have_count(0)
-    page.get_by_role("button", name="Make a plan").click()
-    page.get_by_role("button", name="Cancel", exact=True).click()
-    expect(page.get_by_text("The search is cancelled")).to_be_visible()
-    with site.http("all-scopes") as http:  # which learns of the page's hanging up a little later
-        until_true(lambda: http.get("/admin/plan").json()["running_since"] is None)
+    with site.http("all-scopes") as http:
+
+        def runs() -> bool:
+            return http.get("/admin/plan").json()["running_since"] is not None
+
+        visit.go("/operator/ledger", "Ledger and sinks")
+        until_true(lambda: not runs())  # the server learns of the page's hanging up a little later
+        visit.go("/operator/plan", "Planner")
+        expect(page.get_by_text("A search is running")).to_have_count(0)
+        page.get_by_role("button", name="Make a plan").click()
+        until_true(runs)
+        page.get_by_role("button", name="Cancel", exact=True).click()
+        expect(page.get_by_text("The search is cancelled")).to_be_visible()
+        until_true(lambda: not runs())
 
 
 def test_console_knows_every_limit_of_the_server() -> None:
