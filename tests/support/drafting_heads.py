@@ -24,8 +24,11 @@ def mtp_engine(zoo: Zoo, seed: int = 0, **settings: Any) -> Engine:
 def always_drafts(engine: Engine, seed: int = 0) -> None:
     """Let a head draft in every step, as many tokens as a seed says."""
     rng, speculation = random.Random(seed), cast(Any, engine.scheduler.speculation)
-    speculation.times = SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
-    speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
+    speculation.times = SimpleNamespace(
+        is_known=True, is_measured=lambda rows: True, ahead_seconds=0.0, observe=lambda *_: None
+    )
+    speculation.count_paying = lambda rate, rows, expected, most, ahead_seconds=0.0: rng.randint(0, most)
+    speculation.longest_paying = lambda asked, rows, expected: max(count for _, count in asked)
 
 
 class Drafted:

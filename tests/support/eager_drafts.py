@@ -19,10 +19,10 @@ def draft_always(scheduler: Scheduler, answer: Callable[[Sequence], Items[int]],
     """
     rng, speculation = random.Random(seed), scheduler.speculation
     speculation.times = cast(
-        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
+        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, ahead_seconds=0.0, observe=lambda *_: None)
     )
     speculation._most = most
-    speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
+    speculation.count_paying = lambda rate, rows, expected, most, ahead_seconds=0.0: rng.randint(0, most)
 
     def guess(sequence: Sequence, count: int) -> list[int]:
         right = list(answer(sequence))[sequence.num_output_tokens :][:count]

@@ -245,7 +245,7 @@ def test_trained_head_saves_steps_and_most_of_its_drafts_are_accepted(trained: Z
     plain = trained.engine()
     assert serve(trained, plain, TRAINED) == answers
     engine = mtp_engine(trained)
-    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most: min(most, 2)
+    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most, ahead_seconds=0.0: min(most, 2)
     assert serve(trained, engine, TRAINED) == answers
     stats = engine.stats()
     assert stats.accepted_tokens > 0.5 * stats.drafted_tokens > 0
@@ -418,7 +418,9 @@ def test_head_drafts_under_the_measured_rule_and_only_when_it_pays(trained: Zoo)
     drafted = []
     for row_seconds in (0.0, 1.0):
         engine = trained.engine(speculation="mtp", max_draft_tokens=4)
-        times = SimpleNamespace(is_known=True, observe=lambda *_: None, is_measured=lambda rows: True)
+        times = SimpleNamespace(
+            is_known=True, observe=lambda *_: None, is_measured=lambda rows: True, ahead_seconds=0.0
+        )
         times.seconds = lambda rows, each=row_seconds: 1.0 + each * rows
         engine.scheduler.speculation.times = cast(Any, times)
         assert serve(trained, engine, TRAINED[:2]) == {one.name: trained.answer(one) for one in TRAINED[:2]}

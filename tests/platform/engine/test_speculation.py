@@ -137,7 +137,9 @@ def test_times_of_steps_that_run_ahead_are_those_of_one_step_each() -> None:
     harness.submit("r", prompt=1, output=90)
     scheduler, seen = harness.scheduler, []
     observe = scheduler.speculation.times.observe
-    scheduler.speculation.times.observe = lambda rows, seconds: seen.append((rows, seconds)) or observe(rows, seconds)
+    scheduler.speculation.times.observe = lambda rows, seconds, ahead: (
+        seen.append((rows, seconds)) or observe(rows, seconds)
+    )
 
     def step(at: float, *, drafts: int = 0) -> None:
         harness.time = at
@@ -385,7 +387,7 @@ def test_draft_takes_no_page_that_another_sequence_or_a_waited_for_adapter_needs
     harness = Harness(num_pages=4, block_size=4, max_num_seqs=4, max_tokens=64)
     harness.choose = lambda own, token_ids: len(token_ids) % 3
     draft_always(harness.scheduler, lambda own: [(own.num_prompt_tokens + i) % 3 for i in range(40)])
-    harness.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
+    harness.scheduler.speculation.count_paying = lambda rate, rows, expected, most, ahead_seconds=0.0: most
     harness.submit("a", 3, 5)
     harness.submit("b", 3, 5)
     while not harness.scheduler.is_idle:
@@ -500,9 +502,9 @@ def test_drafts_of_text_that_repeats_are_found_while_steps_run_ahead(zoo_of) -> 
     answer = zoo.answer(asked)
     copied = Asked("c", "plain", (5, 6, 7, *answer[:20]), 9)
     engine, _ = late_engine(zoo, speculation="ngram", max_draft_tokens=4)
-    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
+    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most, ahead_seconds=0.0: most
     engine.scheduler.speculation.times = cast(
-        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, observe=lambda *_: None)
+        Any, SimpleNamespace(is_known=True, is_measured=lambda rows: True, ahead_seconds=0.0, observe=lambda *_: None)
     )
     check(zoo, [copied], serve(zoo, engine, [copied]))
     assert engine.stats().drafted_tokens > 0
@@ -568,7 +570,7 @@ def test_speculation_stops_at_a_stop_token_inside_an_accepted_run(zoo_of) -> Non
     engine = zoo.engine()
     draft_always(engine.scheduler, lambda own: answer)
     engine.scheduler.speculation.guess = lambda own, count: answer[own.num_output_tokens :][:count]
-    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
+    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most, ahead_seconds=0.0: most
     engine.submit(to_request(zoo, asked, stop_token_ids=(answer[place],)))
     events = []
     while not engine.is_idle:
@@ -658,6 +660,44 @@ def test_time_of_a_step_without_drafts_stays_measured_while_all_drafts_are_accep
     assert 2 < lengths[0] < 0.2 * sum(lengths.values())
 
 
+class SlowHead(ConstantHead):
+    """A head that takes time for each draft of all sequences."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.harness: Harness | None = None
+
+    def draft(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        assert self.harness is not None
+        self.harness.time += self.seconds * max(count for _, count in asked)
+        return super().draft(asked)
+
+
+@pytest.mark.parametrize("state_pages", [0, 2])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("head_seconds", [0.01, 0.04, 0.1])
+def test_drafts_of_a_head_pay_for_its_time(head_seconds: float, count: int, state_pages: int) -> None:
+    """Half of the drafts are right. Steps that compute accepted drafts again have as many rows as steps with drafts,
+    and take less time."""
+    taken = []
+    for most in (0, 5):
+        harness = Harness(
+            4000, max_num_seqs=8, policy=Policy(max_draft_tokens=most), pace=(0.1, 0.01), state_pages=state_pages
+        )
+        harness.choose = lambda own, token_ids: 7 if zlib.crc32(repr((own.id, len(token_ids))).encode()) % 2 else 1
+        harness.scheduler.speculation.head = head = SlowHead(head_seconds)
+        head.harness = harness
+        for number in range(count):
+            harness.submit(f"r{number}", 5, 700)
+        harness.run(1000)
+        taken.append(harness.time)
+        drafted = harness.scheduler.state.counters.drafted_tokens
+    assert taken[1] < 1.03 * taken[0]
+    if head_seconds == 0.01 and (count, state_pages) != (4, 2):  # there a draft just does not pay
+        assert drafted > 500
+        assert taken[1] < 0.95 * taken[0]
+
+
 def test_first_step_with_drafts_that_took_too_long_does_not_forbid_drafts_for_ever() -> None:
     harness = Harness(policy=Policy(max_draft_tokens=1))
     found = harness.scheduler.speculation
@@ -671,6 +711,24 @@ def test_first_step_with_drafts_that_took_too_long_does_not_forbid_drafts_for_ev
     assert found.count_paying(0.9, rows=1, expected=1.0, most=1) == 1
     found.times.observe(2, 0.1)
     assert found.times.seconds(2) == pytest.approx(0.1)
+
+
+def test_slow_first_run_of_a_head_does_not_forbid_the_next_ones() -> None:
+    harness = Harness(policy=Policy(max_draft_tokens=1))
+    times = harness.scheduler.speculation.times
+    for _ in range(20):
+        harness.scheduler.state.step_time.observe(1, 0.1)
+        times.observe(1, 0.1)
+    times.observe(2, 9.0, 2)
+    assert times.ahead_seconds == 0.0
+    for _ in range(DecodeTimes.KEPT - 1):
+        times.observe(2, times.seconds(2) + 0.04, 2)
+    assert times.ahead_seconds == pytest.approx(0.02)
+    times.observe(2, 9.0, 2)
+    assert times.ahead_seconds < 0.06, "one slow step"
+    for _ in range(DecodeTimes.FORGOTTEN + 1):
+        times.observe(1, 0.1)
+    assert times.ahead_seconds == 0.0, "it is tried again"
 
 
 def test_times_are_measured_for_the_latest_steps_alone() -> None:

@@ -110,6 +110,14 @@ class _MeanTime:
     latest: int = 0
     """Number of the latest of them."""
 
+    def add(self, number: int, rows: float, seconds: float) -> None:
+        """Count the step of this `number`."""
+        if (pause := number - self.latest) > DecodeTimes.RENEWED:
+            self.count = min(self.count, DecodeTimes.KEPT) if pause <= DecodeTimes.FORGOTTEN else 0
+        self.count, self.latest = min(self.count + 1, DecodeTimes.MEMORY), number
+        self.rows += (rows - self.rows) / self.count
+        self.seconds += (seconds - self.seconds) / self.count
+
 
 class DecodeTimes:
     """Measured seconds of steps without a prompt, as a function of their rows that never falls.
@@ -119,6 +127,9 @@ class DecodeTimes:
 
     If each step has drafts, steps without them are not measured, and the other way round. So both are asked for again:
     see `is_measured` and `FORGOTTEN`.
+
+    Steps with drafts of the base's own head are not in the function, because the head's time is not a row's. They give
+    `ahead_seconds`: how much longer they take, divided by the tokens of their longest draft.
     """
 
     MEMORY = 16
@@ -137,6 +148,7 @@ class DecodeTimes:
         self._step_time = step_time
         self._means: dict[int, _MeanTime] = {}
         """Means by quarter of an octave."""
+        self._ahead = _MeanTime()
         self._num_steps = 0
         self._curve: list[tuple[float, float]] = []
         """Rows and seconds, both ascending."""
@@ -150,17 +162,27 @@ class DecodeTimes:
         """Return whether a step of at most `rows` rows was measured among the latest ones."""
         return any(mean.rows < rows + 0.5 for mean in self._means_within(self.RENEWED))
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Count a step of `rows` decoding and drafted rows."""
+    @property
+    def ahead_seconds(self) -> float:
+        """Seconds of the head for one draft of all sequences. 0, so that it is tried: too few of the latest steps were
+        measured."""
+        is_known = self._ahead.count >= self.KEPT and self._num_steps - self._ahead.latest <= self.FORGOTTEN
+        return self._ahead.seconds if is_known else 0.0
+
+    def observe(self, rows: int, seconds: float, ahead: int = 0) -> None:
+        """Count a step of `rows` decoding and drafted rows, whose longest drafts of the head have `ahead` tokens."""
         self._num_steps += 1
-        mean = self._means.setdefault(round(4 * math.log2(rows)), _MeanTime())
-        if (pause := self._num_steps - mean.latest) > self.RENEWED:
-            mean.count = min(mean.count, self.KEPT) if pause <= self.FORGOTTEN else 0
-        if mean.count:
+        mean = self._ahead if ahead else self._means.setdefault(round(4 * math.log2(rows)), _MeanTime())
+        if ahead:
+            alone = self.seconds(rows)
+            if self.ahead_seconds:
+                seconds = min(seconds, self.OUTLIER * (alone + ahead * mean.seconds))
+            seconds = (seconds - alone) / ahead
+            if 0 < mean.count < self.KEPT:  # the first runs are slow, and would forbid the next ones
+                seconds = mean.seconds = min(seconds, mean.seconds)
+        elif mean.count and self._num_steps - mean.latest <= self.FORGOTTEN:
             seconds = min(seconds, self.OUTLIER * mean.seconds)
-        mean.count, mean.latest = min(mean.count + 1, self.MEMORY), self._num_steps
-        mean.rows += (rows - mean.rows) / mean.count
-        mean.seconds += (seconds - mean.seconds) / mean.count
+        mean.add(self._num_steps, rows, seconds)
         self._curve.clear()
 
     def seconds(self, rows: float) -> float:

@@ -69,7 +69,7 @@ class Scheduler:
         self.speculation = Speculation(self.state)
         self._planned_at, self._running_tokens = 0.0, 0.0
         """Time of the latest plan, and tokens of the running step, with the attention of prompts."""
-        self._running_rows = 0
+        self._running_rows = self._running_ahead = 0
         """Tokens of the running step if none is of a prompt, else 0."""
         self._is_in_flight = self._was_in_flight = False
         """True if the latest step had not ended when it was committed, or the one before it when the latest was
@@ -222,7 +222,7 @@ class Scheduler:
         """
         size, memory, cache = self.state.budget.block_size, self.memory, self.memory.cache
         caches, caches_states = cache.is_enabled, memory.caches_states
-        tokens = drafted = 0
+        tokens = drafted = ahead = 0
         has_states = self.state.budget.state_pages > 0
         events = [self._append(event) for event in sampled]
         for chunk in step.chunks:
@@ -232,6 +232,7 @@ class Scheduler:
             sequence.num_repeated = 0
             if chunk.drafts:
                 accepted = self.speculation.note_verified(chunk)
+                ahead = max(ahead, len(chunk.drafts))
                 # The plan charged one token. Only now it is known how many drafts were accepted.
                 self.queue.charge(sequence.flow, 2.0 * accepted)
                 self.state.trim(sequence)
@@ -253,6 +254,7 @@ class Scheduler:
         if self.running:
             holds_prompt = tokens > len(step.chunks) + drafted
             self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
+            self._running_ahead = 0 if self.speculation.head is None else ahead
             if holds_prompt:
                 pairs = sum(attention_pairs(c.start, c.length) for c in step.chunks if c.length > len(c.drafts) + 1)
                 self._running_tokens = tokens_with_attention(tokens, pairs, self.state.limits.token_context)
@@ -293,7 +295,7 @@ class Scheduler:
         if tokens and seconds >= 0.0 and (self._was_in_flight or not self._is_in_flight):
             self.state.step_time.observe(tokens, seconds)
             if rows:
-                self.speculation.times.observe(rows, seconds)
+                self.speculation.times.observe(rows, seconds, self._running_ahead)
         self._was_in_flight, self._is_in_flight = self._is_in_flight, False
         self._earlier_tokens, self._planned_at = tokens, now
         self._running_tokens = self._running_rows = 0

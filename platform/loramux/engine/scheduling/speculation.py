@@ -27,7 +27,9 @@ the drafts of a step. So accepted drafts are computed once more, as further rows
 
 **Sources.** Prompt lookup (`Drafter.lookup`) costs nothing and finds copies alone. The base's own head for multi-token
 prediction (`DraftHead`) drafts for all sequences together, after it is known how many drafts each of them gets. On a
-GPU it reads a PENDING token there, and needs no guess. Its time is in the measured time of the steps, too.
+GPU it reads a PENDING token there, and needs no guess. It takes h seconds (measured) for a token of all drafts
+together. So each of m sequences that may get drafts pays h / m for a token of its draft, in addition to the row; then
+all drafts are cut to the length that gives the most tokens per second.
 
 A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both return to the first guess
 while drafts save no time, so that a request that begins to repeat text gets drafts again.
@@ -83,40 +85,63 @@ class Speculation:
         if not self.times.is_measured(rows):  # this step without drafts is measured
             return
         left, chosen = builder.tokens_left, dict[Sequence, tuple[int, ...]]()
-        for sequence in (chunk.sequence for chunk in chunks):
+        sequences = [chunk.sequence for chunk in chunks if self.head is None or self.head.knows(chunk.sequence)]
+        ahead_seconds = 0.0 if self.head is None else self.times.ahead_seconds
+        rates: dict[Sequence, float] = {}
+        base = rows, expected
+        for sequence in sequences:
             most = min(self._most, left, sequence.max_len - len(sequence.token_ids) - 1)
-            if most <= 0 or not (self.head is None or self.head.knows(sequence)):
+            if most <= 0:
                 continue
             own, revision = self._drafter(sequence).acceptance, self._revision(sequence)
             rate = own.rate(revision.rate(FIRST_GUESS))
-            count = self.count_paying(rate, rows, expected, most)
+            count = self.count_paying(rate, rows, expected, most, ahead_seconds / len(sequences))
             if not count:
                 own.fade(FADED_REQUEST)
                 revision.fade(FADED_REVISION)
             elif drafts := self._with_pages(sequence, self.guess(sequence, count)):
-                chosen[sequence] = drafts
+                chosen[sequence], rates[sequence] = drafts, rate
                 left -= len(drafts)
                 rows += len(drafts)
                 expected += sum(rate**place for place in range(1, len(drafts) + 1))
         if self.head is not None and chosen:
-            asked = [(sequence, len(places)) for sequence, places in chosen.items()]
-            chosen = dict(zip(chosen, map(tuple, self.head.draft(asked)), strict=True))
+            most = self.longest_paying([(rates[one], len(drafts)) for one, drafts in chosen.items()], *base)
+            asked = [(sequence, min(most, len(drafts))) for sequence, drafts in chosen.items() if most]
+            chosen = dict(zip(rates, map(tuple, self.head.draft(asked)), strict=True)) if most else {}
         for sequence, drafts in chosen.items():
             builder.add_drafts(sequence, drafts)
 
-    def count_paying(self, rate: float, rows: int, expected: float, most: int) -> int:
-        """Return how many more rows, up to `most`, a draft is worth in a step of `rows` and `expected` tokens."""
-        gain, seconds = 1.0, self.times.seconds(rows)
+    def count_paying(self, rate: float, rows: int, expected: float, most: int, ahead_seconds: float = 0.0) -> int:
+        """Return how many more rows, up to `most`, a draft is worth in a step of `rows` and `expected` tokens.
+        `ahead_seconds`: time of the head for each token of the draft.
+        """
+        gain, seconds, ahead = 1.0, self.times.seconds(rows), 0.0
         has_states = self._state.budget.state_pages > 0
         for count in range(most):
             gain *= rate
             longer = self.times.seconds(rows + count + 1)
             again = gain if has_states else 0.0  # expected rows that repeat the draft in the next step
-            if gain * seconds <= (1.0 + again) * (longer - seconds) * expected:
+            if gain * (seconds + ahead) <= ((1.0 + again) * (longer - seconds) + ahead_seconds) * expected:
                 return count
             expected += gain
             seconds = longer
+            ahead += ahead_seconds
         return most
+
+    def longest_paying(self, asked: list[tuple[float, int]], rows: int, expected: float) -> int:
+        """Return the length to which drafts of the head are cut: other sequences may not share its time as each was
+        told. `asked`: the acceptance and the length of each draft."""
+        alone = self.times.seconds(rows)
+        best, length, extra, gain = expected / alone, 0, 0, 0.0
+        has_states = self._state.budget.state_pages > 0
+        for place in range(1, max(count for _, count in asked) + 1):
+            reached = [rate for rate, count in asked if count >= place]
+            extra, gain = extra + len(reached), gain + sum(rate**place for rate in reached)
+            again = self.times.seconds(rows + gain) - alone if has_states else 0.0
+            seconds = self.times.seconds(rows + extra) + again + place * self.times.ahead_seconds
+            if (expected + gain) / seconds > best:
+                best, length = (expected + gain) / seconds, place
+        return length
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
         """Return up to `count` tokens that `sequence` may continue with, after its last token, PENDING or not. If the

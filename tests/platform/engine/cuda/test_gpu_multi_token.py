@@ -172,7 +172,7 @@ def test_gpu_head_drafts_by_measured_times(zoo_with_head) -> None:
     engine = mtp_engine(zoo, **SIZES)
     speculation: Any = engine.scheduler.speculation
     speculation.times.seconds = lambda rows: 1.0
-    del speculation.count_paying
+    del speculation.count_paying, speculation.longest_paying
     assert serve(zoo, engine, TEXTS[:2]) == {one.name: zoo.answer(one) for one in TEXTS[:2]}
     stats = engine.stats()
     assert stats.accepted_tokens > stats.output_tokens // 4
