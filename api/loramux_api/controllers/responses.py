@@ -23,7 +23,7 @@ from loramux.common.jobs import HeldUnits
 from loramux.common.sampling import given_numbers
 from loramux.common.units import TokenCounts
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
+from loramux.serving.messages import Answer, Delta, FinishReason, GenerationRequest, TokenLogprob
 from loramux.serving.stored_responses import ResponseStore, ResponseText
 from loramux_api.answering import (
     AnswerPart,
@@ -121,17 +121,10 @@ class ResponseController(ApiController):
         memory = HeldUnits(platform_of(inference.request).memory, inference.principal.tenant)
         with renamed_fields(FIELDS), ExitStack() as begun:
             begun.callback(memory.release)  # the writer needs no history
-            history: list[InputItem] = []
-            if responses.is_on:
-                if responses.stores(inference.principal, data.store):
-                    hold_to_the_end(inference.request.scope)
-                    keep = partial(_keep, responses, inference.principal, data)
-                remaining_ms = inference.remaining_ms(chosen_tier(data.service_tier))
-                reading = _history(responses, inference, data, memory)
-                history = await run_while_connected(inference.request, reading, remaining_ms)
-                asked = to_request(data, history)
-            else:
-                asked = stateless_request(data)
+            if responses.is_on and responses.stores(inference.principal, data.store):
+                hold_to_the_end(inference.request.scope)
+                keep = partial(_keep, responses, inference.principal, data)
+            asked, history = await _asked(responses, inference, data, memory)
             writer = partial(ResponseWriter, data, history=history, keep=keep)
             return await inference.answer(asked, writer, stream=bool(data.stream))
 
@@ -151,10 +144,7 @@ class ResponseController(ApiController):
         memory = HeldUnits(platform_of(inference.request).memory, inference.principal.tenant)
         with renamed_fields(FIELDS), ExitStack() as counting:
             counting.callback(memory.release)
-            if responses.is_on:
-                asked = to_request(data, await _history(responses, inference, data, memory))
-            else:
-                asked = stateless_request(data)
+            asked, _ = await _asked(responses, inference, data, memory)
             counted = await inference.completions.tokenize(inference.principal, asked)
         return InputTokens(input_tokens=len(counted.token_ids))
 
@@ -213,6 +203,19 @@ class ResponseController(ApiController):
 
 Keep = Callable[[ResponseObject], Awaitable[bool]]
 """Stores a response; the result says whether it is stored."""
+
+
+async def _asked(
+    responses: ResponseStore, inference: Inference, body: ResponseBody, memory: HeldUnits
+) -> tuple[GenerationRequest, list[InputItem]]:
+    """Return what a body asks for, and the items before its input. Raises ClientDisconnected, OverCapacity, and as
+    `_history` does."""
+    if not responses.is_on:
+        return stateless_request(body), []
+    remaining_ms = inference.remaining_ms(chosen_tier(body.service_tier))
+    reading = _history(responses, inference, body, memory)
+    history = await run_while_connected(inference.request, reading, remaining_ms)
+    return to_request(body, history), history
 
 
 async def _history(

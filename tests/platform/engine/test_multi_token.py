@@ -161,15 +161,19 @@ def one_layer_head(root: Path) -> tuple[Zoo, ReferenceHead]:
     return zoo, ReferenceHead.random(base_of(zoo.base), seed=5)
 
 
+def check_answers_and_drafts(zoo: Zoo) -> None:
+    engine = mtp_engine(zoo)
+    drafted, asked = Drafted(engine), some_requests(count=4)
+    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
+    check_drafts(zoo, drafted)
+
+
 def test_head_with_its_own_embedding_and_output_matrix_drafts_by_them(tmp_path: Path) -> None:
     zoo, head = one_layer_head(tmp_path)
     generator = torch.Generator().manual_seed(6)
     head.weights |= {name: torch.randn(head.embedding.shape, generator=generator) / 8 for name in MATRICES}
     head.save(zoo.base)
-    engine = mtp_engine(zoo)
-    drafted, asked = Drafted(engine), some_requests(count=4)
-    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
-    check_drafts(zoo, drafted)
+    check_answers_and_drafts(zoo)
 
 
 def test_copies_of_the_bases_matrices_take_no_memory(tmp_path: Path) -> None:
@@ -189,10 +193,7 @@ def test_first_of_several_heads_drafts_all_tokens(tmp_path: Path) -> None:
     ReferenceHead.random(base_of(zoo.base), seed=7).save(zoo.base)
     rewrite(zoo.base, lambda tensors: {name.replace("layers.3.", "layers.4."): one for name, one in tensors.items()})
     head.save(zoo.base)
-    engine = mtp_engine(zoo)
-    drafted, asked = Drafted(engine), some_requests(count=4)
-    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
-    check_drafts(zoo, drafted)
+    check_answers_and_drafts(zoo)
 
 
 def test_layer_beyond_the_config_that_is_no_head_is_refused(tmp_path: Path) -> None:
