@@ -165,7 +165,7 @@ def test_what_cannot_be_served_is_rejected_with_its_report(client: httpx.Client,
     (tmp_path / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes())
     broken = altered(tmp_path, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
     assert push(client, contents(adapter, weights=broken))["state"] == "rejected"
-    events = client.get("/v1/events").json()["data"]
+    events = client.get("/v1/events", params={"adapter": "upper"}).json()["data"]
     assert [event["type"] for event in events[:2]] == ["adapter.revision.rejected"] * 2
 
 

@@ -7,6 +7,8 @@ that take a URL also raise UnsupportedUrl and RecordsUnavailable.
 from __future__ import annotations
 
 import os
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -186,6 +188,7 @@ def _connect(url: URL) -> Iterator[Connection]:
         url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else connect_args(url)
     )
     if is_sqlite:
+        event.listen(engine, "connect", _switch_to_wal)
         # a rebuilt table is dropped while other tables refer to it, so `migrate` checks the foreign keys at its end
         set_pragmas(engine, foreign_keys="OFF")
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
@@ -200,3 +203,19 @@ def _connect(url: URL) -> Iterator[Connection]:
         raise kind(f"the database {address_of(url)} cannot be used: {reason}") from error
     finally:
         engine.dispose()
+
+
+def _switch_to_wal(connection: sqlite3.Connection, _record: object) -> None:
+    """Change a new file's journal, and wait for others that do so, such as other workers at their first start.
+
+    SQLite does not wait for them: it raises "database is locked" at once, whatever the timeout of the connection.
+    """
+    until = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(0.01)

@@ -1,10 +1,11 @@
 """The migrations make exactly the tables that the models describe, once, and say so when they have not run."""
 
 import os
+import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,20 @@ def test_concurrent_migrations_run_once(empty_url: str) -> None:
         thread.join()
     assert failures == []
     assert current_revision(empty_url) == head_revision()
+
+
+def test_new_file_in_use_by_another_process_is_waited_for(tmp_path: Path) -> None:
+    """As another worker uses it at its first start: SQLite itself would not wait."""
+    file = tmp_path / "new.sqlite3"
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        migration = threading.Thread(target=migrate, args=[f"sqlite:///{file}"])
+        migration.start()
+        migration.join(0.3)
+        assert migration.is_alive()
+        other.execute("COMMIT")
+    migration.join()
+    assert current_revision(f"sqlite:///{file}") == head_revision()
 
 
 def test_migrations_folder_is_part_of_the_package() -> None:
