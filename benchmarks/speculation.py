@@ -127,7 +127,7 @@ def ensure_hybrid() -> None:
 
 
 def engine_of(loaded: LoadedModel, settings: Settings) -> Engine:
-    """Return an engine of the model; the engines of one model take turns."""
+    """Return an engine of the model."""
     return build_engine(loaded, settings, wake=lambda: None)
 
 
@@ -221,11 +221,9 @@ def main() -> None:
         ensure(spec)
         path, way = spec.model_path, "ngram"
     settings = {name: settings_of(path, asked.dtype, name) for name in ("off", way)}
-    loaded = {"off": load_model(settings["off"])}
-    # A base whose head drafts has other pages and more work; for copies the engines of one model take turns.
-    loaded[way] = load_model(settings[way]) if way == "mtp" else loaded["off"]
+    loaded = {name: load_model(settings[name]) for name in settings}
     script = Script()
-    for model in {id(one): one for one in loaded.values()}.values():
+    for model in loaded.values():
         script.steer(model)
     engines = {name: engine_of(loaded[name], settings[name]) for name in settings}
     print(f"{path.name} {asked.dtype}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
