@@ -43,7 +43,7 @@ def compiled_library() -> Path:
     command = (*compiler, *FLAGS, _tuned_for_this_processor())
     target = cache_directory() / _fingerprint((*command, *LIBRARIES), files) / "libloramux.so"
     if not target.exists():
-        logger.info("compiling the C++ operators for this processor: once on this machine, about a minute on an idle one")
+        logger.info("compiling the C++ operators for this processor: this takes minutes, once on a machine")
         compile_library([*command, *(str(s) for s in files if s.suffix == ".cpp"), *LIBRARIES], target)
     return target
 
