@@ -56,6 +56,16 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "POST /v1/chat/completions" in (tmp_path / "build/site/http/index.html").read_text()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_table_has_a_head_and_one_row_a_line(page: Path) -> None:
+    """Rows after an empty line are a paragraph: they are shown as bars and text, and mdformat joins their lines."""
+    blocks = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text()).split("\n\n")
+    tables = [block.strip("\n").splitlines() for block in blocks if block.strip("\n").startswith("|")]
+    broken = [lines[0] for lines in tables if not re.match(r"\|[ :|-]+\|$", lines[1] if lines[1:] else "")]
+    broken += [line for lines in tables for line in lines if not (line.startswith("|") and line.endswith("|"))]
+    assert broken == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r'"([\w/.-]+\.md)"', (ROOT / "zensical.toml").read_text()))
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} | set(SITE_PAGES)

@@ -73,6 +73,17 @@ def test_native_second_build_is_taken_from_the_cache(monkeypatch):
 
 
 @pytest.mark.usefixtures("native")
+def test_native_first_build_is_announced_before_the_compiler_runs(monkeypatch, tmp_path, caplog):
+    """A compiler takes minutes on a busy machine: a first start without a line looks like one that hangs."""
+    before: list[str] = []
+    monkeypatch.setenv("LORAMUX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_library", lambda *_: before.extend(caplog.messages))
+    with caplog.at_level("INFO"):
+        compiler.compiled_library()
+    assert [line for line in before if "compiling the C++ operators" in line]
+
+
+@pytest.mark.usefixtures("native")
 def test_native_cache_holds_the_library_only():
     library = compiler.compiled_library()
     assert [path.name for path in library.parent.iterdir()] == [library.name]

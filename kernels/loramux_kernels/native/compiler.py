@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 """Commands to look for on PATH, in this order, after the variable CXX."""
@@ -40,6 +43,7 @@ def compiled_library() -> Path:
     command = (*compiler, *FLAGS, _tuned_for_this_processor())
     target = cache_directory() / _fingerprint((*command, *LIBRARIES), files) / "libloramux.so"
     if not target.exists():
+        logger.info("compiling the C++ operators for this processor: this takes minutes, once on a machine")
         compile_library([*command, *(str(s) for s in files if s.suffix == ".cpp"), *LIBRARIES], target)
     return target
 
