@@ -258,12 +258,24 @@ class Harness:
             )
         )
 
+    def _check_plain(self, step: Step) -> None:
+        """Check what the runner and the accounting rely on if a step says that its rows are all plain."""
+        if step.is_plain:
+            same = Step(step.chunks)
+            assert step.sampling == same.sampling == [*step.chunks]
+            assert step.pooled == same.pooled == []
+            assert all(chunk.length == 1 and not chunk.drafts for chunk in step.chunks)
+            assert all(c.start >= max(c.sequence.num_prompt_tokens, c.sequence.num_ever_computed) for c in step.chunks)
+            assert self._stepped.issuperset(step.sequences)
+        self._stepped.update(step.sequences)
+
     def step(self) -> int:
         step = self.scheduler.plan()
+        self._check_plain(step)
         for chunk in step.chunks:
             assert self.scheduler.state.budget.tokens_in(len(chunk.sequence.pages)) >= chunk.end
             assert (chunk.slot == BASE_SLOT) == self._runs_on_the_base(chunk)
-        for row, chunk in zip(self.tables.rows_of(step.chunks), step.chunks, strict=True):
+        for row, chunk in zip(self.tables.rows_of(step), step.chunks, strict=True):
             pages = list(chunk.sequence.pages)
             assert self.tables.pages[row, : len(pages)].tolist() == pages
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.state.limits.max_num_batched_tokens
