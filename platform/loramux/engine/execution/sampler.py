@@ -31,6 +31,7 @@ import struct
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -213,8 +214,14 @@ def ending_tokens(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> frozens
     """Return the tokens that end the sequence's answer."""
     request, params = sequence.request, sequence.request.sampling
     if params.ignore_eos and request.constraint is None:  # the mask of a constraint allows the end
-        return frozenset(params.stop_token_ids)
-    return frozenset((*params.stop_token_ids, *(request.eos_token_ids or eos_token_ids)))
+        return _union(params.stop_token_ids, ())
+    return _union(params.stop_token_ids, request.eos_token_ids or eos_token_ids)
+
+
+@lru_cache(maxsize=1024)
+def _union(some: tuple[int, ...], others: tuple[int, ...]) -> frozenset[int]:
+    """Return the tokens of both. Most requests have the same, so few sets are made."""
+    return frozenset(some + others)
 
 
 def token_event(sequence: Sequence, token: SampledToken, ends: Collection[int]) -> TokenEvent:
