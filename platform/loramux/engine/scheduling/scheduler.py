@@ -272,7 +272,7 @@ class Scheduler:
         self._is_in_flight = in_flight
 
     def _note_plain_rows(self, step: Step) -> None:
-        """Do what `_note_chunks` does, for a step whose rows are all plain."""
+        """Note the computed token of each row of a step whose rows are all plain. `_note_chunks` serves other steps."""
         size, caches = self.state.budget.block_size, self.memory.cache.is_enabled
         for chunk in step.chunks:
             sequence, computed = chunk.sequence, chunk.start + 1
