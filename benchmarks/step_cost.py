@@ -200,7 +200,7 @@ def measure_parts(engine: Any, steps: int) -> dict[str, float]:
         (runner._buffers.memory, "send", "copy"),
         (runner, "sample", "choose"),
         (engine._pipeline, "_complete", "read"),
-        (scheduler, "commit", "commit"),
+        (scheduler, "commit_ahead", "commit"),
         (engine, "_report", "report"),
     ):
         times.watch(owner, name, part)

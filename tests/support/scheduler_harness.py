@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, cast
 
+import numpy as np
 import torch
 
+from loramux.engine.execution.runner import PackedStep, pack
 from loramux.engine.execution.step_buffers import BlockTables
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.prefix_digests import prefix_digests
@@ -210,6 +213,8 @@ class Harness:
         self.oracle = KvOracle(block_size, self.store, state_pages) if remembers else None
         if host and self.oracle:
             host.held = self.oracle.held
+        self._stepped: set[Sequence] = set()
+        """Sequences that were in a step."""
         self.finished: dict[str, str] = {}
         self.generated: dict[str, int] = {}
         self.cached: dict[str, int] = {}
@@ -258,12 +263,30 @@ class Harness:
             )
         )
 
+    def _check_plain(self, step: Step) -> None:
+        """Check what the runner and the accounting rely on if a step says that its rows are all plain."""
+        if step.is_plain and not step.empty:
+            same = Step(step.chunks)
+            assert step.sampling == same.sampling == [*step.chunks]
+            assert step.pooled == same.pooled == []
+            assert all(chunk.length == 1 and not chunk.drafts for chunk in step.chunks)
+            assert all(c.start >= max(c.sequence.num_prompt_tokens, c.sequence.num_ever_computed) for c in step.chunks)
+            assert self._stepped.issuperset(step.sequences)
+            budget = self.scheduler.state.budget
+            own, wanted = (pack(one, budget.block_size, budget.state_pages) for one in (step, same))
+            for name in {field.name for field in fields(PackedStep)} - {"segments"}:  # made by the same function
+                found, expected = getattr(own, name), getattr(wanted, name)
+                np.testing.assert_array_equal(found, expected, name)
+                assert np.asarray(found).dtype == np.asarray(expected).dtype, name
+        self._stepped.update(step.sequences)
+
     def step(self) -> int:
         step = self.scheduler.plan()
+        self._check_plain(step)
         for chunk in step.chunks:
             assert self.scheduler.state.budget.tokens_in(len(chunk.sequence.pages)) >= chunk.end
             assert (chunk.slot == BASE_SLOT) == self._runs_on_the_base(chunk)
-        for row, chunk in zip(self.tables.rows_of(step.chunks), step.chunks, strict=True):
+        for row, chunk in zip(self.tables.rows_of(step), step.chunks, strict=True):
             pages = list(chunk.sequence.pages)
             assert self.tables.pages[row, : len(pages)].tolist() == pages
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.state.limits.max_num_batched_tokens

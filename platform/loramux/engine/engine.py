@@ -60,7 +60,7 @@ from loramux.engine.messages import (
 from loramux.engine.metrics import Counters
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.scheduler import Scheduler
-from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
+from loramux.engine.scheduling.sequence import Chunk, Sequence, Step
 from loramux.engine.scheduling.speculation import DraftHead
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, StepTimeline, count_step, snapshot
 from loramux_adapters.plan import PlanLimits
@@ -71,6 +71,7 @@ STATS_INTERVAL_S = 1.0
 """Seconds between two reports with statistics while the engine is busy."""
 SERVICE_INTERVAL_S = 0.25
 """Seconds between two reports with the service of tenants."""
+_TOKEN_ID, _CACHED_TOKENS = attrgetter("token_id"), attrgetter("cached_tokens")
 
 
 @dataclass(eq=False, slots=True)
@@ -480,9 +481,9 @@ class Engine:
         """Count the step's results. Return a report of the results and the statistics that are due, or None if there is
         nothing to report.
         """
+        self._counters.output_tokens += len(events) - [*map(_TOKEN_ID, events)].count(None)
+        self._counters.cached_tokens += sum(map(_CACHED_TOKENS, events))
         for event in events:
-            self._counters.output_tokens += event.token_id is not None
-            self._counters.cached_tokens += event.cached_tokens
             if event.finish_reason is not None:
                 self._reported.discard(event.request_id)
                 self._runner.forget(event.request_id)
@@ -518,8 +519,8 @@ class InFlightStep:
 
     launched: LaunchedStep
     sampling: list[Chunk]
-    committed: dict[str, TokenEvent]
-    """Events by request, without requests that had ended before the commit."""
+    facts: dict[Sequence, TokenEvent]
+    """Result of the commit: see `Scheduler.commit_ahead`."""
 
 
 class AsyncPipeline:
@@ -547,11 +548,11 @@ class AsyncPipeline:
         # After the previous step is completed, because a constraint may need its tokens to choose the next tokens.
         launched.sample()
         # Sequences may have ended since the step was planned.
-        chunks = [chunk for chunk in step.chunks if self._scheduler.is_open(chunk.sequence)]
-        alive = step if len(chunks) == len(step.chunks) else Step(tuple(chunks))
-        if any(chunk.drafts for chunk in step.chunks):
+        alive = self._scheduler.open_part_of(step)
+        if step.has_drafts:
             return events + self._run_to_end(launched, alive)
-        self._in_flight = InFlightStep(launched, sampling, self._commit(alive))
+        facts = {} if alive.empty else self._scheduler.commit_ahead(alive)
+        self._in_flight = InFlightStep(launched, sampling, facts)
         return events
 
     def _run_to_end(self, launched: LaunchedStep, alive: Step) -> list[TokenEvent]:
@@ -561,34 +562,8 @@ class AsyncPipeline:
         sampled = [event for event in told if event.request_id in names]
         return launched.scores.events() + ([] if alive.empty else self._scheduler.commit(alive, sampled))
 
-    def _commit(self, alive: Step) -> dict[str, TokenEvent]:
-        """Commit chunks with PENDING in the place of their tokens."""
-        if alive.empty:
-            return {}
-        unknown = [TokenEvent(request_id=chunk.sequence.id, token_id=PENDING) for chunk in alive.sampling]
-        return {event.request_id: event for event in self._scheduler.commit(alive, unknown, in_flight=True)}
-
     def _complete(self, step: InFlightStep) -> list[TokenEvent]:
         """Wait for the step's tokens and put them in the place of PENDING."""
         sampled = step.launched.events()
         events = step.launched.scores.events() + self._scheduler.end_pooled(step.launched.pooled.events())
-        for chunk, event in zip(step.sampling, sampled, strict=True):
-            committed = step.committed.get(event.request_id)
-            if committed is None or not (committed.finish_reason or self._scheduler.is_open(chunk.sequence)):
-                continue  # the sequence ended, or its client disconnected, while the step was in flight
-            self._scheduler.fill_pending(chunk, event)
-            events.append(_with_facts_of(committed, event))
-        return events
-
-
-def _with_facts_of(committed: TokenEvent, event: TokenEvent) -> TokenEvent:
-    """Return the `event` of a token with the facts of its commit: those of a first token, and the end by length."""
-    if not (committed.finish_reason or committed.cached_tokens or committed.waited_s or committed.load):
-        return event  # most events: a replacement takes as long as all else that a token costs here
-    return msgspec.structs.replace(
-        event,
-        cached_tokens=committed.cached_tokens,
-        waited_s=committed.waited_s,
-        load=committed.load,
-        finish_reason=event.finish_reason or committed.finish_reason,
-    )
+        return events + self._scheduler.fill_pending(step.sampling, sampled, step.facts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from operator import attrgetter
@@ -64,15 +64,15 @@ class _OpenRequest:
     """
     num_computed: int = 0
     """Prompt tokens that went through the model."""
-    num_output_tokens: int = 0
     num_loads: int = 0
 
-    @property
-    def total(self) -> EngineCount:
-        """Usage so far. A prompt counts as far as it was gone over, so a request that ends before its first token is
-        counted too; of these tokens, those that the model never computed were cached."""
+    def total(self, num_output_tokens: int) -> EngineCount:
+        """Return the usage so far, with the tokens that were generated. A prompt counts as far as it was gone over, so
+        a request that ends before its first token is counted too; of these tokens, those that the model never computed
+        were cached.
+        """
         prompt = min(self.num_reached, self.num_prompt_tokens)
-        tokens = TokenCounts(prompt=prompt, cached=prompt - self.num_computed, output=self.num_output_tokens)
+        tokens = TokenCounts(prompt=prompt, cached=prompt - self.num_computed, output=num_output_tokens)
         return EngineCount(tokens=tokens, adapter_loads=self.num_loads)
 
 
@@ -81,11 +81,15 @@ class RequestAccounting:
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenRequest] = {}
+        self._outputs: Counter[str] = Counter()
+        """Tokens that were generated for each open request."""
         self.ended = EngineCount()
         """Sum over all requests that have ended, since the start."""
 
     def count_step(self, step: Step) -> None:
         """Count a step that is about to run."""
+        if step.is_plain:
+            return  # it computes nothing of a prompt, and each of its requests was in an earlier step
         for chunk in step.chunks:
             sequence, start = chunk.sequence, chunk.start
             request = self._open.get(sequence.id)
@@ -100,18 +104,14 @@ class RequestAccounting:
                 request.num_loads = sequence.num_loads
             request.num_reached = max(request.num_reached, end)
 
-    def count_events(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
+    def count_events(self, events: Collection[TokenEvent]) -> list[TokenEvent]:
         """Count the tokens of `events`; return the events, the last one of each request with the request's usage."""
-        return [self._count_event(event) for event in events]
+        self._outputs.update([event.request_id for event in events if event.token_id is not None])
+        return [event if event.finish_reason is None else self._end(event) for event in events]
 
-    def _count_event(self, event: TokenEvent) -> TokenEvent:
-        request = self._open.get(event.request_id)
-        if request is not None and event.token_id is not None:
-            request.num_output_tokens += 1
-        if event.finish_reason is None:
-            return event
-        self._open.pop(event.request_id, None)
-        count = request.total if request is not None else EngineCount()
+    def _end(self, event: TokenEvent) -> TokenEvent:
+        request, num_output_tokens = self._open.pop(event.request_id, None), self._outputs.pop(event.request_id, 0)
+        count = EngineCount() if request is None else request.total(num_output_tokens)
         self.ended = self.ended + count
         return msgspec.structs.replace(event, count=count)
 
@@ -206,7 +206,7 @@ class ServiceMeter:
 def count_step(counters: Counters, step: Step, bytes_of: Callable[[int], int]) -> None:
     """Count a step that is about to run; `bytes_of` returns the bytes of a slot's adapter."""
     counters.steps += 1
-    for chunk in step.chunks:
+    for chunk in () if step.is_plain else step.chunks:  # a plain row computes none of these tokens
         sequence, start = chunk.sequence, chunk.start
         if start < sequence.num_prompt_tokens or start < sequence.num_ever_computed:
             counters.prompt_tokens += sequence.fresh_prompt(start, chunk.end)

@@ -147,7 +147,7 @@ def test_times_of_steps_that_run_ahead_are_those_of_one_step_each() -> None:
         (chunk,) = plan.chunks
         token = TokenEvent(request_id="r", token_id=7)
         if not drafts:
-            scheduler.commit(plan, [token], in_flight=True)
+            scheduler.commit_ahead(plan)
             return
         chunk = Chunk(chunk.sequence, chunk.start, 1 + drafts, drafts=(7,) * drafts)
         scheduler.state.extend(chunk.sequence, len(chunk.sequence.token_ids) + drafts)

@@ -27,16 +27,16 @@ def sequence(name: str, prompt: list[int]) -> Sequence:
 
 def counted(counts: TokenCounts, sequences: list[Sequence], drawn: list[int]) -> list[dict[int, int]]:
     """The step before drew `drawn[i]` for `sequences[i]`; return the counts of each sequence that are not zero."""
-    rows = counts.count(sequences)
+    rows = counts.count(sequences).tolist()
     own = [i for i, one in enumerate(sequences) if one.token_ids[-1] == PENDING]
-    places = [[0] * len(own), own, [rows[sequences[i]] for i in own]]
+    places = [[0] * len(own), own, [rows[i] for i in own]]
     pending = torch.tensor(places, dtype=torch.int64)
     number = torch.tensor([len(own)], dtype=torch.int32)
     insert_tokens_reference(
         torch.zeros(1, dtype=torch.int64), counts.table, torch.tensor(drawn, dtype=torch.int64), pending, number
     )
     table = counts.table.numpy()
-    return [{int(t): int(table[rows[one], t]) for t in np.flatnonzero(table[rows[one]])} for one in sequences]
+    return [{int(t): int(table[row, t]) for t in np.flatnonzero(table[row])} for row in rows]
 
 
 def wanted(one: Sequence) -> dict[int, int]:

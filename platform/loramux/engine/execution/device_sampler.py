@@ -22,10 +22,11 @@ rows, not with their contexts or parameters:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import cached_property
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ from loramux.engine.execution.sampler import (
     LARGEST,
     MIN_TEMPERATURE,
     SampledToken,
+    ending_tokens,
     fault_event,
     forbidden_ends,
     token_event,
@@ -57,6 +59,8 @@ _SEED_BITS = 63
 _FLOATS, _INTS = ([name for name in DRAWING if KINDS[name] is kind] for kind in (float, int))
 _penalties = attrgetter(*PENALTIES)
 _NO_PENALTIES = _penalties(NEUTRAL)
+_SEQUENCE, _DRAFTS, _TOKEN_IDS, _REQUEST_ID = map(attrgetter, ("sequence", "drafts", "token_ids", "id"))
+_LAST = itemgetter(-1)
 
 MAX_TERMS = 1024
 """Terms of biases that a step's copy has room for. The tokens of a step with more are chosen after its recording."""
@@ -73,16 +77,16 @@ class SampledRows(NamedTuple):
     @classmethod
     def of(cls, chunks: Items[Chunk]) -> SampledRows:
         """Return the rows of `chunks`: one for each, and one more for each draft."""
-        if not any(chunk.drafts for chunk in chunks):
-            return cls([chunk.sequence for chunk in chunks])
+        if not any(map(_DRAFTS, chunks)):
+            return cls([*map(_SEQUENCE, chunks)])
         sequences = [chunk.sequence for chunk in chunks for _ in range(1 + len(chunk.drafts))]
         return cls(sequences, [chunk.drafts[:count] for chunk in chunks for count in range(1 + len(chunk.drafts))])
 
     @property
-    def num_output_tokens(self) -> list[int]:
-        """Number of generated and drafted tokens that each row follows."""
-        counts = [sequence.num_output_tokens for sequence in self.sequences]
-        return [count + len(own) for count, own in zip(counts, self.drafts, strict=True)] if self.drafts else counts
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Number of tokens that each row follows, with drafts and the prompt; int64[rows]."""
+        counts = np.array([*map(len, map(_TOKEN_IDS, self.sequences))], dtype=np.int64)
+        return counts + np.array([*map(len, self.drafts)], dtype=np.int64) if self.drafts else counts
 
 
 def accepted(events: Items[TokenEvent], chunks: Items[Chunk]) -> list[TokenEvent]:
@@ -97,14 +101,24 @@ def accepted(events: Items[TokenEvent], chunks: Items[Chunk]) -> list[TokenEvent
     return kept
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SampledTokens:
     """Tokens of one step on the device, where the next step reads them."""
 
     sequences: list[Sequence]
     tokens: torch.Tensor
     """int64[len(sequences)], on the device: NO_TOKEN if a row has none. The next step overwrites them."""
-    row_of: dict[Sequence, int]
+
+    @cached_property
+    def row_of(self) -> dict[Sequence, int]:
+        """The row of each sequence."""
+        return {sequence: row for row, sequence in enumerate(self.sequences)}
+
+    def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64]:
+        """Return the row of each of `sequences`, int64[n]."""
+        if sequences == self.sequences:  # in most steps
+            return np.arange(len(sequences))
+        return np.array([*map(self.row_of.__getitem__, sequences)], dtype=np.int64)
 
 
 class PendingTokens(NamedTuple):
@@ -125,8 +139,16 @@ class RowFacts:
     """Facts of a step's rows that do not change while the rows are those of the step before."""
 
     sequences: list[Sequence]
-    penalised: frozenset[Sequence]
-    """Sequences that have penalties."""
+    num_prompt_tokens: NDArray[np.int64]
+    """int64[rows]"""
+    ends: list[frozenset[int]]
+    """Tokens that end each row's answer."""
+    penalised: list[Sequence]
+    """Sequences that have penalties, each once."""
+    place_of: NDArray[np.int64]
+    """int64[rows]; place of each row's sequence in `penalised`, -1: it has no penalties."""
+    asked: dict[int, SamplingParams]
+    """Rows whose log probabilities are requested, with their parameters."""
     biased: list[int]
     """Rows that have terms of biases, at least before `min_tokens`."""
     is_constrained: bool
@@ -135,13 +157,19 @@ class RowFacts:
     """True if a row has a constraint or `allowed_token_ids`."""
 
     @classmethod
-    def of(cls, sequences: list[Sequence]) -> RowFacts:
+    def of(cls, sequences: list[Sequence], eos_token_ids: tuple[int, ...]) -> RowFacts:
         """Read the requests of `sequences`."""
         params = [sequence.request.sampling for sequence in sequences]
         is_constrained = any(sequence.request.constraint is not None for sequence in sequences)
+        penalised = [s for s, p in zip(sequences, params, strict=True) if _penalties(p) != _NO_PENALTIES]
+        places = {sequence: place for place, sequence in enumerate(dict.fromkeys(penalised))}
         return cls(
             sequences,
-            frozenset(s for s, p in zip(sequences, params, strict=True) if _penalties(p) != _NO_PENALTIES),
+            np.array([sequence.num_prompt_tokens for sequence in sequences], dtype=np.int64),
+            [ending_tokens(sequence, eos_token_ids) for sequence in sequences],
+            [*places],
+            np.array([places.get(sequence, -1) for sequence in sequences], dtype=np.int64),
+            {row: p for row, p in enumerate(params) if p.logprobs is not None},
             [row for row, p in enumerate(params) if p.logit_bias or p.min_tokens],
             is_constrained,
             is_constrained or any(p.allowed_token_ids for p in params),
@@ -186,7 +214,8 @@ class TokensInFlight:
     """A step's tokens while they are copied to the host."""
 
     sampled: SampledTokens
-    eos_token_ids: tuple[int, ...]
+    ends: list[frozenset[int]]
+    """Tokens that end each row's answer."""
     faults: Mapping[int, EngineFault]
     """Faults of rows without a token to choose, by row."""
     _tokens: torch.Tensor
@@ -202,27 +231,31 @@ class TokensInFlight:
         """Wait for the tokens; return an event for each row."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens = [SampledToken(token) for token in self._tokens.tolist()]
-        if self._logprobs is not None:
-            self._add_logprobs(tokens, self._logprobs)
-        return [
-            fault_event(sequence, self.faults.get(row))
-            if token.token_id == NO_TOKEN or row in self.faults
-            else token_event(sequence, token, self.eos_token_ids)
-            for row, (sequence, token) in enumerate(zip(self.sampled.sequences, tokens, strict=True))
+        sequences, token_ids = self.sampled.sequences, self._tokens.tolist()
+        events = [
+            TokenEvent(request_id=sequence.id, token_id=token_id, finish_reason="stop" if token_id in ends else None)
+            for sequence, token_id, ends in zip(sequences, token_ids, self.ends, strict=True)
         ]
+        if self._logprobs is not None:
+            for row, token in self._with_logprobs(token_ids, self._logprobs):
+                events[row] = token_event(sequences[row], token, self.ends[row])
+        without = [row for row, token_id in enumerate(token_ids) if token_id == NO_TOKEN]
+        for row in (*without, *self.faults):
+            events[row] = fault_event(sequences[row], self.faults.get(row))
+        return events
 
-    def _add_logprobs(self, tokens: list[SampledToken], logprobs: _Logprobs) -> None:
+    def _with_logprobs(self, tokens: list[int], logprobs: _Logprobs) -> Iterator[tuple[int, SampledToken]]:
+        """Yield the rows whose log probabilities are requested, each with its token."""
         numbers = (logprobs.chosen, logprobs.values, logprobs.token_ids, logprobs.named)
         found = (logprobs.rows, *(number.tolist() for number in numbers))
         for row, chosen, values, token_ids, named in zip(*found, strict=True):
-            params, token_id = self.sampled.sequences[row].request.sampling, tokens[row].token_id
+            params, token_id = self.sampled.sequences[row].request.sampling, tokens[row]
             if params.logprob_token_ids:
                 reported = dict(zip(params.logprob_token_ids, named, strict=False)) | {token_id: chosen}
                 top = top_logprobs(list(reported), list(reported.values()))
             else:
                 top = top_logprobs(token_ids[: params.logprobs], values[: params.logprobs])
-            tokens[row] = SampledToken(token_id, chosen, top)
+            yield row, SampledToken(token_id, chosen, top)
 
 
 class DeviceSampler:
@@ -257,20 +290,29 @@ class DeviceSampler:
         `has_scored_rows`: the step's logits have rows of scored prompts too, which a recorded step would choose for.
         """
         if (facts := self._facts) is None or facts.sequences != rows.sequences:
-            facts = self._facts = RowFacts.of(rows.sequences)
+            facts = self._facts = RowFacts.of(rows.sequences, self._eos_token_ids)
             self._parameters.use(rows.sequences, self._seed)
-        num_output = rows.num_output_tokens
-        counters = self._counts.count(facts.penalised)
+        num_output = rows.num_tokens - facts.num_prompt_tokens
+        counters = self._counters_of(facts)
         places = self._pending.on_host(3)[:, : len(pending.rows)]
-        places[0], places[1] = pending.rows, pending.sources
-        places[2] = [counters.get(sequence, -1) for sequence in pending.sequences] if counters else -1
+        places[0], places[1], places[2] = pending.rows, pending.sources, -1
+        if facts.penalised and pending.sequences == rows.sequences:
+            places[2] = counters
+        elif facts.penalised:
+            counter_of = dict(zip(rows.sequences, counters.tolist(), strict=True))
+            places[2] = [counter_of.get(sequence, -1) for sequence in pending.sequences]
         biased, bias = self._biases.stage(rows, facts.biased, num_output)
         is_short = bias is None or bias is self._biases.staged
         is_recordable = is_short and not (has_scored_rows or facts.is_masked)
-        of_row = [counters.get(sequence, -1) for sequence in rows.sequences] if counters else []
         numbers = len(rows.sequences) if is_recordable else 0, self._biases.number, len(pending.rows)
-        self._parameters.stage(num_output, of_row, biased, numbers)
+        self._parameters.stage(num_output, counters, biased, numbers)
         return StagedRows(rows, facts, bias, is_recordable, self)
+
+    def _counters_of(self, facts: RowFacts) -> NDArray[np.int64]:
+        """Count the new tokens of sequences with penalties; return each row's row of the counts, -1 if it has none."""
+        if not facts.penalised:
+            return facts.place_of
+        return np.append(self._counts.count(facts.penalised), -1)[facts.place_of]
 
     def insert_pending(self, input_ids: torch.Tensor) -> None:
         """Launch the insertion of the tokens of the step before into `input_ids`; it is recorded too."""
@@ -297,11 +339,11 @@ class DeviceSampler:
         tokens = self._tokens[: len(sequences)]
         if sequences and not is_chosen:  # a step may have chunks of prompts only
             sample(self._allowed_only(logits, sequences), staged.batch, tokens)
-        sampled = SampledTokens(sequences, tokens, {sequence: row for row, sequence in enumerate(sequences)})
-        logprobs = self._logprobs(logits, sampled)
+        sampled = SampledTokens(sequences, tokens)
+        logprobs = self._logprobs(logits, sampled, staged.facts.asked)
         return TokensInFlight(
             sampled,
-            self._eos_token_ids,
+            staged.facts.ends,
             {} if masks is None else masks.faults,
             to_host(tokens),
             logprobs,
@@ -354,9 +396,9 @@ class DeviceSampler:
                 table[row, : len(own)] = own
         return to_device(table, self._device)
 
-    def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
-        params = [sequence.request.sampling for sequence in sampled.sequences]
-        asked = {row: p for row, p in enumerate(params) if p.logprobs is not None}
+    def _logprobs(
+        self, logits: torch.Tensor, sampled: SampledTokens, asked: Mapping[int, SamplingParams]
+    ) -> _Logprobs | None:
         if not asked:
             return None
         rows = to_device(np.array(list(asked), dtype=np.int64), self._device)
@@ -394,12 +436,16 @@ class RowParameters:
         self._constant = np.array(seeds, dtype=np.int64), np.array(floats, np.float32), np.array(ints, np.int32)
 
     def stage(
-        self, num_output: list[int], counters: list[int], biased: Collection[int], numbers: tuple[int, int, int]
+        self,
+        num_output: NDArray[np.int64],
+        counters: NDArray[np.int64],
+        biased: Collection[int],
+        numbers: tuple[int, int, int],
     ) -> None:
         """Put each row's parameters, its seed, its number of generated tokens and its row of the counts into the copy.
 
-        `counters`: rows of the counts; empty if no row has penalties. `biased`: rows with terms. `numbers`: rows that a
-        recorded step samples, terms, pending tokens.
+        `counters`: rows of the counts, -1 for a row without penalties. `biased`: rows with terms. `numbers`: rows that
+        a recorded step samples, terms, pending tokens.
         """
         rows = len(num_output)
         seeds_there, floats_there = self._seeds.on_host(rows), self._floats.on_host(len(self._floats.tensor))
@@ -407,7 +453,7 @@ class RowParameters:
         seeds_there[:], floats_there[:, :rows], ints_there[:-3, :rows] = self._constant
         steps, counted, is_steered = ints_there[-3:, :rows]
         steps[:] = num_output
-        counted[:] = counters or -1
+        counted[:] = counters
         is_steered[:] = counted >= 0
         is_steered[list(biased)] = 1
         num_recorded, num_terms, num_pending = numbers
@@ -445,14 +491,6 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-@dataclass(slots=True)
-class _Place:
-    """A row of the table, and the number of its sequence's tokens that are counted."""
-
-    row: int
-    length: int = 0
-
-
 class TokenCounts:
     """A table on the device with a row for each sequence of the latest steps that has penalties.
 
@@ -465,45 +503,58 @@ class TokenCounts:
         self._device = device
         self.table = torch.zeros(max_sequences, width, dtype=torch.int32, device=device)
         """int32[sequences, tokens], as `Penalties` reads it."""
-        self._places: dict[str, _Place] = {}
+        self._lengths = np.zeros(max_sequences, dtype=np.int64)
+        """Number of tokens of each row's sequence that are counted."""
+        self._row_of: dict[str, int] = {}
         self._free = list(range(max_sequences))
 
-    def count(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
-        """Count the new tokens of each sequence, and return its row.
+    def count(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
+        """Count the new tokens of each sequence, and return its row, int64[n].
 
-        A last token that is PENDING is counted only as `insert_tokens` inserts it into the step's inputs.
+        A last token that is PENDING is counted only as `insert_tokens` inserts it into the step's inputs. In most steps
+        no sequence has another new token.
         """
-        missing = [sequence for sequence in sequences if sequence.id not in self._places]
-        if (lacking := len(missing) - len(self._free)) > 0:
-            counted = {sequence.id for sequence in sequences}
-            others = [name for name in self._places if name not in counted]
-            for name in others[:lacking]:  # the oldest; each is counted again from its first token if it returns
-                self.forget(name)
-        for sequence in missing:
-            place = self._places[sequence.id] = _Place(self._free.pop())
-            self.table[place.row].zero_()
+        rows = self._rows_of(sequences)
+        token_ids = [*map(_TOKEN_IDS, sequences)]
+        counted, held = self._lengths[rows], np.array([*map(len, token_ids)], dtype=np.int64)
+        is_last_known = np.array([*map(_LAST, token_ids)], dtype=np.int64) != PENDING
+        behind = np.flatnonzero(held - counted > ~is_last_known)
         places, generated = [], []  # of all sequences, because each copy to the device takes as long as a kernel
         width = self.table.shape[1]
-        for sequence in sequences:
-            place = self._places[sequence.id]
-            if new := sequence.token_ids[place.length :]:
-                known = new[:-1] if new[-1] == PENDING else new
-                split = max(0, sequence.num_prompt_tokens - place.length)
-                if prompt := known[:split]:
-                    index = to_device(np.array(prompt, dtype=np.int64), self._device)
-                    self.table[place.row].index_fill_(0, index, IN_PROMPT)
-                generated += known[split:]
-                places += [place.row * width] * len(known[split:])
-                place.length = len(sequence.token_ids)
+        for number, row, first in zip(behind.tolist(), rows[behind].tolist(), counted[behind].tolist(), strict=True):
+            new = token_ids[number][first:]
+            known = new[:-1] if new[-1] == PENDING else new
+            split = max(0, sequences[number].num_prompt_tokens - first)
+            if prompt := known[:split]:
+                index = to_device(np.array(prompt, dtype=np.int64), self._device)
+                self.table[row].index_fill_(0, index, IN_PROMPT)
+            generated += known[split:]
+            places += [row * width] * len(known[split:])
+        self._lengths[rows] = held
         if generated:
             index = to_device(np.array(places, dtype=np.int64) + np.array(generated, dtype=np.int64), self._device)
             self.table.view(-1).index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
-        return {sequence: self._places[sequence.id].row for sequence in sequences}
+        return rows
+
+    def _rows_of(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
+        """Return the row of each sequence; a sequence without one gets an empty row."""
+        names = [*map(_REQUEST_ID, sequences)]
+        missing = [name for name in names if name not in self._row_of]
+        if (lacking := len(missing) - len(self._free)) > 0:
+            kept = {*names}
+            others = [name for name in self._row_of if name not in kept]
+            for name in others[:lacking]:  # the oldest; each is counted again from its first token if it returns
+                self.forget(name)
+        for name in missing:
+            row = self._row_of[name] = self._free.pop()
+            self._lengths[row] = 0
+            self.table[row].zero_()
+        return np.array([*map(self._row_of.__getitem__, names)], dtype=np.int64)
 
     def forget(self, request_id: str) -> None:
         """Free the row of a request that has ended."""
-        if (place := self._places.pop(request_id, None)) is not None:
-            self._free.append(place.row)
+        if (row := self._row_of.pop(request_id, None)) is not None:
+            self._free.append(row)
 
 
 _Terms = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -539,16 +590,16 @@ class TokenBiases:
         """Terms of the latest rows, if there are too many for the copy."""
 
     def stage(
-        self, rows: SampledRows, biased: list[int], num_output: list[int]
+        self, rows: SampledRows, biased: list[int], num_output: NDArray[np.int64]
     ) -> tuple[Collection[int], LogitBias | None]:
         """Return the rows that have terms, and the terms: in the step's copy if it has room for them.
 
         `biased` are the rows that may have any; each row follows `num_output` generated tokens.
         """
         key = tuple(
-            (row, sequence.id, num_output[row] < params.min_tokens)
-            for row, sequence in ((row, rows.sequences[row]) for row in biased)
-            if (params := sequence.request.sampling).logit_bias or num_output[row] < params.min_tokens
+            (row, sequence.id, output < params.min_tokens)
+            for row, output in zip(biased, num_output[biased].tolist(), strict=True)
+            if (params := (sequence := rows.sequences[row]).request.sampling).logit_bias or output < params.min_tokens
         )
         if key != self._key:
             self._join(key, [self._terms_of(rows.sequences[row], forbids) for row, _, forbids in key])

@@ -216,7 +216,9 @@ class GpuRunner:
         )
         assert self._sampler is not None, "only rank 0 plans steps"
         rows = self._sampler.stage(
-            SampledRows.of(step.sampling), self._pending(step, packed), has_scored_rows=packed.scored is not None
+            SampledRows(step.sequences) if step.is_plain else SampledRows.of(step.sampling),
+            self._pending(step, packed),
+            has_scored_rows=packed.scored is not None,
         )
         images = self._forward.step_images(packed, self.image_rows)
         keeps_hidden = bool(step.pooled) or self._head is not None
@@ -310,12 +312,16 @@ class GpuRunner:
 
     def _pending(self, step: Step, packed: PackedStep) -> PendingTokens:
         """Return the rows whose token is PENDING, and their rows among the previous step's sampled rows."""
-        lasts = packed.cu_seqlens[1:] - 1 - np.array([len(chunk.drafts) for chunk in step.chunks])
-        chunks = np.flatnonzero(packed.input_ids[lasts] == PENDING)
-        row_of = {} if self._previous is None else self._previous.row_of
-        sequences = [step.chunks[number].sequence for number in chunks.tolist()]
-        sources = np.array([row_of[sequence] for sequence in sequences], dtype=np.int64)
-        return PendingTokens(sequences, lasts[chunks].astype(np.int64), sources)
+        lasts = packed.cu_seqlens[1:].astype(np.int64) - 1
+        if step.has_drafts:
+            lasts -= np.array([len(chunk.drafts) for chunk in step.chunks])
+        chunks, sequences = np.flatnonzero(packed.input_ids[lasts] == PENDING), step.sequences
+        if not len(chunks):
+            return NONE_PENDING
+        assert self._previous is not None, "the step before has chosen the tokens"
+        if len(chunks) < len(sequences):
+            sequences = [sequences[number] for number in chunks.tolist()]
+        return PendingTokens(sequences, lasts[chunks], self._previous.rows_of(sequences))
 
 
 ROWS = 2

@@ -16,11 +16,12 @@ step's tokens. The states are those after the last norm, which the output head r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +57,8 @@ from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
 Ints = NDArray[np.signedinteger[Any]]
 HeadOf = Callable[[int], ResidentClassifier | None]
 """Function that returns the head of the adapter in a slot; None: it is not a classifier."""
+_START, _LENGTH, _LAST = attrgetter("start"), attrgetter("length"), itemgetter(-1)
+_TOKEN_IDS, _NUM_PROMPT_TOKENS, _ACTIVATION = map(attrgetter, ("token_ids", "num_prompt_tokens", "activation"))
 NO_HEAD = EngineFault("not_a_classifier", "The model has no classification head.", field="model")
 
 
@@ -194,7 +197,7 @@ class BlockTableStore(Protocol):
     pages: Ints
     """int32[rows, most pages of a sequence]"""
 
-    def rows_of(self, chunks: Collection[Chunk]) -> Ints:
+    def rows_of(self, step: Step) -> Ints:
         """Return the row of each chunk's sequence, int64[S], after the row has the sequence's pages."""
 
     def take_changes(self) -> PageChanges | None:
@@ -214,11 +217,19 @@ def pack(
     If `block_tables` is given, it holds the step's tables. `effects` are those of images. `changes_latents` returns
     whether the adapter in a slot changes the expansion of a compressed KV; None: no adapter does.
     """
-    chunks = step.chunks
-    lengths = np.array([c.length for c in chunks], dtype=np.int32)
-    cu_seqlens = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
-    starts = np.array([c.start for c in chunks], dtype=np.int64)
-    positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], lengths)
+    chunks, sequences = step.chunks, step.sequences
+    starts = np.array([*map(_START, chunks)], dtype=np.int64)
+    if step.is_plain:
+        cu_seqlens = np.arange(len(chunks) + 1, dtype=np.int32)
+        lengths, positions = np.ones(len(chunks), dtype=np.int32), starts
+        input_ids = [*map(_LAST, map(_TOKEN_IDS, sequences))]
+        sampled_rows, scored = cu_seqlens[:-1].astype(np.int64), None
+    else:
+        lengths = np.array([*map(_LENGTH, chunks)], dtype=np.int32)
+        cu_seqlens = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
+        positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], lengths)
+        input_ids = [token for chunk in chunks for token in chunk.token_ids]
+        sampled_rows, scored = _sampled_rows(chunks, cu_seqlens)
     if block_tables is None:
         table_rows = None
         held = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
@@ -226,13 +237,36 @@ def pack(
             held[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
         block_table = np.ascontiguousarray(held[:, state_pages:])
     else:
-        table_rows, held = block_tables.rows_of(chunks), block_tables.pages
+        table_rows, held = block_tables.rows_of(step), block_tables.pages
         block_table = held[:, state_pages:]
     owners = np.repeat(np.arange(len(chunks)) if table_rows is None else table_rows, lengths)
     pages = block_table[owners, positions // block_size].astype(np.int64)
-    firsts = cu_seqlens.tolist()
-    rotary = _rotary_positions(chunks, firsts, positions) if effects.has_places else None
-    images = tuple(_rows_of_images(chunks, firsts))
+    rotary = _rotary_positions(chunks, cu_seqlens, positions) if effects.has_places else None
+    images = () if step.is_plain else tuple(_rows_of_images(chunks, cu_seqlens))
+    return PackedStep(
+        input_ids=np.array(input_ids, dtype=np.int64),
+        position_ids=positions,
+        slot_mapping=pages * block_size + positions % block_size,
+        cu_seqlens=cu_seqlens,
+        context_lens=(starts + lengths).astype(np.int32),
+        block_table=block_table,
+        state_tables=held[:, :state_pages],
+        prompt_lens=np.array([*map(_NUM_PROMPT_TOKENS, sequences)], dtype=np.int32),
+        sampled_rows=sampled_rows,
+        segments=_segments(step),
+        scored=scored,
+        table_rows=table_rows,
+        rotary_positions=rotary,
+        images=images,
+        page_changes=None if block_tables is None else block_tables.take_changes(),
+        row_ends=row_ends(positions, images) if images and effects.sees_ahead else None,
+        activations=None if changes_latents is None else _activations(step, changes_latents),
+        draft_lens=_draft_lens(chunks) if state_pages and not step.is_plain else None,
+    )
+
+
+def _sampled_rows(chunks: Sequence[Chunk], cu_seqlens: Ints) -> tuple[Ints, ScoredRows | None]:
+    """Return the rows whose logits are needed, and those of prompts among them; None if there are none."""
     sampled: list[int] = []
     scored = ScoredRows()
     for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
@@ -241,26 +275,7 @@ def pack(
             scored.add(c.sequence, first, last, len(sampled))
             sampled += range(end - c.end + first, end - c.end + last)
         sampled += range(end - c.num_sampled, end)
-    return PackedStep(
-        input_ids=np.array([token for chunk in chunks for token in chunk.token_ids], dtype=np.int64),
-        position_ids=positions,
-        slot_mapping=pages * block_size + positions % block_size,
-        cu_seqlens=cu_seqlens,
-        context_lens=(starts + lengths).astype(np.int32),
-        block_table=block_table,
-        state_tables=held[:, :state_pages],
-        prompt_lens=np.array([c.sequence.num_prompt_tokens for c in chunks], dtype=np.int32),
-        sampled_rows=np.array(sampled, dtype=np.int64),
-        segments=_segments(step),
-        scored=scored if scored.rows else None,
-        table_rows=table_rows,
-        rotary_positions=rotary,
-        images=images,
-        page_changes=None if block_tables is None else block_tables.take_changes(),
-        row_ends=row_ends(positions, images) if images and effects.sees_ahead else None,
-        activations=None if changes_latents is None else _activations(chunks, changes_latents),
-        draft_lens=_draft_lens(chunks) if state_pages else None,
-    )
+    return np.array(sampled, dtype=np.int64), scored if scored.rows else None
 
 
 def _draft_lens(chunks: Sequence[Chunk]) -> Ints | None:
@@ -269,31 +284,31 @@ def _draft_lens(chunks: Sequence[Chunk]) -> Ints | None:
     return found if found.any() else None
 
 
-def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Ints) -> Ints | None:
-    """Return the positions by time, height and width of chunks with these first rows; None if no chunk has images."""
+def _rotary_positions(chunks: Sequence[Chunk], cu_seqlens: Ints, positions: Ints) -> Ints | None:
+    """Return the positions by time, height and width of chunks; None if no chunk's sequence has images."""
     if not any(chunk.sequence.request.images for chunk in chunks):
         return None
     rotary = np.tile(positions, (3, 1))
-    for first, chunk in zip(firsts, chunks, strict=False):
+    for first, chunk in zip(cu_seqlens[:-1].tolist(), chunks, strict=True):
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
     return rotary
 
 
-def _rows_of_images(chunks: Sequence[Chunk], firsts: list[int]) -> Iterator[RowsOfImage]:
-    """Yield the rows of images in chunks with these first rows."""
-    for first, chunk in zip(firsts, chunks, strict=False):
+def _rows_of_images(chunks: Sequence[Chunk], cu_seqlens: Ints) -> Iterator[RowsOfImage]:
+    """Yield the rows of images in chunks."""
+    for first, chunk in zip(cu_seqlens[:-1].tolist(), chunks, strict=True):
         if chunk.sequence.request.images:
             yield from rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
 
 
-def _activations(chunks: Sequence[Chunk], changes_latents: Callable[[int], bool]) -> Ints | None:
+def _activations(step: Step, changes_latents: Callable[[int], bool]) -> Ints | None:
     """Return the leading tokens of each chunk's sequence that its adapter does not expand; None if all are 0."""
-    if all(chunk.sequence.activation is None for chunk in chunks):
+    if not any(map(_ACTIVATION, step.sequences)):
         return None
     found = [
         chunk.sequence.activation or 0 if chunk.slot != BASE_SLOT and changes_latents(chunk.slot) else 0
-        for chunk in chunks
+        for chunk in step.chunks
     ]
     return np.array(found, dtype=np.int32) if any(found) else None
 

@@ -28,9 +28,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -143,7 +144,7 @@ class Sampler:
                 if token is None or not 0 <= token.token_id < logits.shape[1]:
                     events.append(fault_event(sequence, faults.get(row)))
                     break
-                events.append(token_event(sequence, token, self.eos_token_ids))
+                events.append(token_event(sequence, token, ending_tokens(sequence, self.eos_token_ids)))
                 if token.token_id != draft or events[-1].finish_reason is not None:
                     break
                 if state := self._states.get(sequence.id):
@@ -209,18 +210,28 @@ def top_logprobs(token_ids: list[int], logprobs: list[float]) -> list[TopLogprob
     return [TopLogprob(*pair) for pair in zip(token_ids, logprobs, strict=True) if pair[1] > _NEVER]
 
 
-def token_event(sequence: Sequence, token: SampledToken, eos_token_ids: tuple[int, ...]) -> TokenEvent:
-    """Return the event of one sampled token, with `stop` if it ends the answer."""
-    params = sequence.request.sampling
-    ends = sequence.request.eos_token_ids or eos_token_ids
-    ends_at_eos = not params.ignore_eos or sequence.request.constraint is not None  # its mask allows the end
-    ended = token.token_id in params.stop_token_ids or (token.token_id in ends and ends_at_eos)
+def ending_tokens(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Return the tokens that end the sequence's answer."""
+    request, params = sequence.request, sequence.request.sampling
+    if params.ignore_eos and request.constraint is None:  # the mask of a constraint allows the end
+        return _union(params.stop_token_ids, ())
+    return _union(params.stop_token_ids, request.eos_token_ids or eos_token_ids)
+
+
+@lru_cache(maxsize=1024)
+def _union(some: tuple[int, ...], others: tuple[int, ...]) -> frozenset[int]:
+    """Return the tokens of both. Most requests have the same, so few sets are made."""
+    return frozenset(some + others)
+
+
+def token_event(sequence: Sequence, token: SampledToken, ends: Collection[int]) -> TokenEvent:
+    """Return the event of one sampled token, with `stop` if it is one of the sequence's `ending_tokens`."""
     return TokenEvent(
         request_id=sequence.id,
         token_id=token.token_id,
         logprob=token.logprob,
         top_logprobs=token.top,
-        finish_reason="stop" if ended else None,
+        finish_reason="stop" if token.token_id in ends else None,
     )
 
 

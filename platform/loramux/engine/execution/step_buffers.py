@@ -7,8 +7,8 @@ rows, not with their contexts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Items
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from loramux.engine.execution.runner import PackedStep, PageChanges, StepInputs
 from loramux.engine.execution.vision import NO_EFFECTS, ImageEffects
-from loramux.engine.scheduling.sequence import Chunk, Sequence
+from loramux.engine.scheduling.sequence import Sequence, Step
 from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
 from loramux_kernels.device import to_device
 from loramux_kernels.staged_memory import StagedMemory
@@ -31,6 +31,8 @@ MOST_RECORDED_ROWS = 2048
 
 NUM_PATCHES = 1024
 """Pages that a step's copy has room for. More new pages, such as those of a long cached prefix, have two copies."""
+
+_PAGES, _NUM_UNCHANGED = attrgetter("pages"), attrgetter("num_unchanged_pages")
 
 NO_CHANGES = PageChanges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
@@ -54,32 +56,40 @@ class BlockTables:
         self._number = memory.reserve((1,), torch.int32)
         self._changed: list[tuple[int, int, int]] = []
 
-    def rows_of(self, chunks: Collection[Chunk]) -> NDArray[np.int64]:
+    def rows_of(self, step: Step) -> NDArray[np.int64]:
         """Return the row of each chunk's sequence, int64[S], and note the pages that `on_device` lacks."""
-        return self._rows_of([chunk.sequence for chunk in chunks])
+        return self._rows_of(step.sequences, step.request_ids)
 
     def rows_with_pages(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
         """Return the row of each sequence, int64[S], after writing the pages that `on_device` lacks, between two
         steps."""
-        rows = self._rows_of(sequences)
+        rows = self._rows_of(sequences, [sequence.id for sequence in sequences])
         if (changes := self.take_changes()) is not None:
             self._write(changes)
         return rows
 
-    def _rows_of(self, sequences: Items[Sequence]) -> NDArray[np.int64]:
-        if missing := [sequence for sequence in sequences if sequence.id not in self._row_of]:
-            if len(missing) > len(self._free):
-                self._forget_all_but({sequence.id for sequence in sequences})
-            for sequence in missing:
-                self._row_of[sequence.id], sequence.num_unchanged_pages = self._free.pop(), 0
-        rows = [self._row_of[sequence.id] for sequence in sequences]
-        for row, sequence in zip(rows, sequences, strict=True):
-            first, end = sequence.num_unchanged_pages, len(sequence.pages)
-            if first < end:
-                self.pages[row, first:end] = sequence.pages[first:]
-                self._changed.append((row, first, end))
-                sequence.num_unchanged_pages = end
-        return np.array(rows, dtype=np.int64)
+    def _rows_of(self, sequences: Items[Sequence], names: Items[str]) -> NDArray[np.int64]:
+        rows = [*map(self._row_of.get, names)]
+        if None in rows:
+            self._give_rows([one for one, row in zip(sequences, rows, strict=True) if row is None], names)
+            rows = [*map(self._row_of.get, names)]
+        found = np.array(rows, dtype=np.int64)
+        # Few sequences of a step have new pages.
+        firsts = np.array([*map(_NUM_UNCHANGED, sequences)], dtype=np.int64)
+        ends = np.array([*map(len, map(_PAGES, sequences))], dtype=np.int64)
+        for number in np.flatnonzero(firsts < ends).tolist():
+            row, first, end = int(found[number]), int(firsts[number]), int(ends[number])
+            self.pages[row, first:end] = sequences[number].pages[first:]
+            self._changed.append((row, first, end))
+            sequences[number].num_unchanged_pages = end
+        return found
+
+    def _give_rows(self, missing: list[Sequence], names: Items[str]) -> None:
+        """Give a row to each sequence of `missing`, one of a step of the requests `names`."""
+        if len(missing) > len(self._free):
+            self._forget_all_but({*names})
+        for sequence in missing:
+            self._row_of[sequence.id], sequence.num_unchanged_pages = self._free.pop(), 0
 
     def take_changes(self) -> PageChanges | None:
         """Return the pages that `on_device` lacks, once."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import msgspec
 
@@ -23,7 +24,7 @@ from loramux.engine.scheduling.estimates import StepTimeModel, attention_pairs, 
 from loramux.engine.scheduling.fairness import Flow
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
 from loramux.engine.scheduling.queue import LOAD_SLOT
-from loramux.engine.scheduling.sequence import Chunk, Sequence, Step, StepBuilder
+from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step, StepBuilder
 from loramux.engine.scheduling.speculation import Speculation
 from loramux.engine.scheduling.state import SchedulerState
 
@@ -31,6 +32,7 @@ MIN_BACKGROUND_TOKENS = 16
 """Minimum number of prompt tokens of class batch in a step, even if the step is slow. With this minimum, a prompt of
 1,000 tokens takes 63 steps.
 """
+_FLOW, _LENGTH = attrgetter("flow"), attrgetter("length")
 
 
 class Scheduler:
@@ -139,6 +141,12 @@ class Scheduler:
         """Return whether `sequence` has not ended."""
         return self.state.sequences.get(sequence.id) is sequence
 
+    def open_part_of(self, step: Step) -> Step:
+        """Return `step` without the chunks of sequences that have ended."""
+        if [*map(self.state.sequences.get, step.request_ids)] == step.sequences:
+            return step
+        return Step(tuple(chunk for chunk in step.chunks if self.is_open(chunk.sequence)), step.is_plain)
+
     # requests come and go
 
     def add(self, request: Request) -> None:
@@ -213,18 +221,72 @@ class Scheduler:
         self._settled_at = changes if not builder.chunks and changes == self.queue.num_changes else None
         return builder.build()
 
-    def commit(self, step: Step, sampled: Iterable[TokenEvent], *, in_flight: bool = False) -> list[TokenEvent]:
+    def commit(self, step: Step, sampled: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Write a step's result into its sequences; return the events for their clients.
 
         `sampled` holds one event for each of `step.sampling`, with the token and, if the token ends the answer, `stop`.
         For each accepted draft, another event follows. A request whose prompt is pooled may have an event, too.
-        `in_flight`: the step has not ended, and its tokens are PENDING.
         """
-        size, memory, cache = self.state.budget.block_size, self.memory, self.memory.cache
-        caches, caches_states = cache.is_enabled, memory.caches_states
-        tokens = drafted = ahead = 0
-        has_states = self.state.budget.state_pages > 0
         events = [self._append(event) for event in sampled]
+        self._commit_chunks(step, events, in_flight=False)
+        return events
+
+    def commit_ahead(self, step: Step) -> dict[Sequence, TokenEvent]:
+        """Commit a step that has not ended, with PENDING in the place of its tokens.
+
+        Return facts that the step's events have to tell in addition to their tokens: those of a first token, and the
+        end by length. `fill_pending` puts the tokens in their places.
+        """
+        facts: dict[Sequence, TokenEvent] = {}
+        for chunk in step.sampling:
+            sequence = chunk.sequence
+            token_ids = sequence.token_ids
+            token_ids.append(PENDING)
+            held = len(token_ids)
+            if held == sequence.max_len or held == sequence.num_prompt_tokens + 1:
+                facts[sequence] = self._with_facts(TokenEvent(request_id=sequence.id, token_id=PENDING), sequence)
+        self._commit_chunks(step, facts.values(), in_flight=True)
+        return facts
+
+    def _commit_chunks(self, step: Step, events: Iterable[TokenEvent], *, in_flight: bool) -> None:
+        """Take note of the KV that a step has written, after its tokens were appended; end the sequences whose `events`
+        say so. `in_flight`: the step has not ended.
+        """
+        if step.is_plain:
+            self._note_plain_rows(step)
+            tokens, drafted, ahead = len(step.chunks), 0, 0
+        else:
+            tokens, drafted, ahead = self._note_chunks(step)
+        self.memory.copy_states()
+        self.state.num_commits += 1
+        for event in [event for event in events if event.finish_reason is not None]:
+            self._end(event)
+        # While sequences run, the next plan follows at once: the time between two plans is the time of the step.
+        if self.running:
+            holds_prompt = tokens > len(step.chunks) + drafted
+            self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
+            self._running_ahead = 0 if self.speculation.head is None else ahead
+            if holds_prompt:
+                pairs = sum(attention_pairs(c.start, c.length) for c in step.chunks if c.length > len(c.drafts) + 1)
+                self._running_tokens = tokens_with_attention(tokens, pairs, self.state.limits.token_context)
+        self._is_in_flight = in_flight
+
+    def _note_plain_rows(self, step: Step) -> None:
+        """Note the computed token of each row of a step whose rows are all plain. `_note_chunks` serves other steps."""
+        size, caches = self.state.budget.block_size, self.memory.cache.is_enabled
+        for chunk in step.chunks:
+            sequence, computed = chunk.sequence, chunk.start + 1
+            sequence.num_computed = computed
+            if caches and computed // size > len(sequence.prefix_pages):
+                self._publish(sequence)
+
+    def _note_chunks(self, step: Step) -> tuple[int, int, int]:
+        """Note the computed tokens of each chunk. Return the step's tokens, those of them that are drafts or repeat
+        accepted ones, and the most drafts of a chunk.
+        """
+        size, caches = self.state.budget.block_size, self.memory.cache.is_enabled
+        has_states = self.state.budget.state_pages > 0
+        tokens = drafted = ahead = 0
         for chunk in step.chunks:
             sequence, computed = chunk.sequence, chunk.start + chunk.length
             tokens += chunk.length
@@ -243,32 +305,36 @@ class Scheduler:
             if sequence.num_scored < sequence.num_prompt_tokens - 1:
                 sequence.num_scored = sequence.to_score(chunk.start, computed)[1]
             if caches and computed // size > len(sequence.prefix_pages):
-                cache.publish(sequence)
-                if caches_states:
-                    memory.cache_state(sequence)
-        memory.copy_states()
-        self.state.num_commits += 1
-        for event in [event for event in events if event.finish_reason is not None]:
-            self._end(event)
-        # While sequences run, the next plan follows at once: the time between two plans is the time of the step.
-        if self.running:
-            holds_prompt = tokens > len(step.chunks) + drafted
-            self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
-            self._running_ahead = 0 if self.speculation.head is None else ahead
-            if holds_prompt:
-                pairs = sum(attention_pairs(c.start, c.length) for c in step.chunks if c.length > len(c.drafts) + 1)
-                self._running_tokens = tokens_with_attention(tokens, pairs, self.state.limits.token_context)
-        self._is_in_flight = in_flight
-        return events
+                self._publish(sequence)
+        return tokens, drafted, ahead
 
-    def fill_pending(self, chunk: Chunk, event: TokenEvent) -> None:
-        """Write the token that `chunk` sampled into the place of PENDING, with which its step was committed."""
-        sequence = chunk.sequence
-        if event.token_id is not None:
-            sequence.token_ids[chunk.end] = event.token_id
-        if event.finish_reason is not None and self.is_open(sequence):
-            self.state.record_length(sequence)
-            self.state.finish(sequence)
+    def _publish(self, sequence: Sequence) -> None:
+        self.memory.cache.publish(sequence)
+        if self.memory.caches_states:
+            self.memory.cache_state(sequence)
+
+    def fill_pending(
+        self, chunks: Iterable[Chunk], events: Iterable[TokenEvent], facts: Mapping[Sequence, TokenEvent]
+    ) -> list[TokenEvent]:
+        """Put the tokens that `chunks` sampled in the place of PENDING; return the events for their clients.
+
+        `chunks`: those of a step that `commit_ahead` has committed, which returned `facts`. Some may have ended before
+        this, or their clients may have disconnected while the step was in flight: these get no event.
+        """
+        sequences, told = self.state.sequences, []
+        for chunk, event in zip(chunks, events, strict=True):
+            sequence = chunk.sequence
+            is_open = sequences.get(sequence.id) is sequence
+            committed = facts.get(sequence)
+            if not (is_open or (committed is not None and committed.finish_reason)):
+                continue
+            if event.token_id is not None:
+                sequence.token_ids[chunk.start + chunk.length] = event.token_id
+            if event.finish_reason is not None and is_open:
+                self.state.record_length(sequence)
+                self.state.finish(sequence)
+            told.append(event if committed is None else _joined(committed, event))
+        return told
 
     def end_pooled(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """End requests whose prompts were pooled to their ends in a step that was committed before.
@@ -323,7 +389,7 @@ class Scheduler:
         the background class.
         """
         limits = self.state.limits
-        builder.tokens_left = limits.prefill_tokens(sum(chunk.length for chunk in builder.chunks.values()))
+        builder.tokens_left = limits.prefill_tokens(sum(map(_LENGTH, builder.chunks.values())))
         if builder.chunks:
             builder.token_context = limits.token_context
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
@@ -338,25 +404,36 @@ class Scheduler:
         """Give rows to the sequences that were admitted earlier, and charge their flows.
 
         Return the sequences whose prompts come after the admission. The rows of these sequences and the background's
-        tokens stay reserved. Attributes are read instead of properties, because this is the part of a plan that grows
-        with the rows.
+        tokens stay reserved. Attributes are read instead of properties, and nothing is called for a plain row, because
+        this is the part of a plan that grows with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
-        decoding: list[Sequence] = []
+        chunks, left = builder.chunks, builder.tokens_left
+        plain: list[Sequence] = []
         others: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self._rows():
             computed, held = sequence.num_computed, len(sequence.token_ids)
             rows = held - computed
-            if rows != 1 and not (sequence.decodes and rows <= builder.tokens_left and rows == sequence.num_next):
+            if rows != 1 and not (sequence.decodes and rows <= left and rows == sequence.num_next):
                 prefilling.append(sequence)
-            elif not (builder.tokens_left and (pages := len(sequence.pages))):
+            elif not (left and (pages := len(sequence.pages))):
                 continue  # no token is left, or the sequence was preempted for an earlier sequence
             elif held <= (pages - state_pages) * size or self._extend(sequence, held, builder):
-                builder.add_decoding(sequence, computed, rows)
+                left -= rows
                 # A plain row costs two units. Another row may cost a prompt token, or the load of its adapter.
-                is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
-                (decoding if is_plain else others).append(sequence)
+                if (
+                    rows == 1
+                    and sequence.num_prompt_tokens <= computed >= sequence.num_ever_computed
+                    and (not sequence.load_units)
+                ):
+                    slot = sequence.slot if sequence.activation is None else sequence.slot_at(computed)
+                    chunks[sequence] = Chunk(sequence, computed, 1, slot)
+                    plain.append(sequence)
+                else:
+                    builder.add_decoding(sequence, computed, rows)
+                    others.append(sequence)
+        builder.rows_left -= len(plain)
         self._limit_prompts(builder, now)
         deferred = []
         if builder.background_is_last:
@@ -367,9 +444,9 @@ class Scheduler:
             if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
                 builder.add(sequence, length)
                 others.append(sequence)
-        chunks = builder.chunks  # without sequences that were preempted for other sequences
+        # `chunks` are without sequences that were preempted for other sequences.
         units: defaultdict[Flow, float] = defaultdict(float)
-        for flow, rows in Counter(sequence.flow for sequence in decoding if sequence in chunks).items():
+        for flow, rows in Counter(map(_FLOW, filter(chunks.__contains__, plain))).items():
             units[flow] = 2.0 * rows
         for sequence in others:
             if chunk := chunks.get(sequence):
@@ -439,6 +516,13 @@ class Scheduler:
         token_ids = sequence.token_ids
         token_ids.append(token_id)
         held = len(token_ids)
+        if held == sequence.max_len or held == sequence.num_prompt_tokens + 1:
+            return self._with_facts(event, sequence)
+        return event
+
+    def _with_facts(self, event: TokenEvent, sequence: Sequence) -> TokenEvent:
+        """Return the event of a token, which is appended, with the facts of a first token and the end by length."""
+        held = len(sequence.token_ids)
         if held == sequence.num_prompt_tokens + 1:
             event = self._with_start(event, sequence)
         if held == sequence.max_len and event.finish_reason is None:
@@ -460,3 +544,14 @@ class Scheduler:
         assert sequence.digest is not None, "only an adapter can fail"
         message = f"The adapter could not be loaded: {self.state.residency.failure(sequence.digest)}"
         self.state.reject(sequence, EngineFault("adapter_failed", message))
+
+
+def _joined(committed: TokenEvent, event: TokenEvent) -> TokenEvent:
+    """Return the `event` of a token with the facts of its commit: those of a first token, and the end by length."""
+    return msgspec.structs.replace(
+        event,
+        cached_tokens=committed.cached_tokens,
+        waited_s=committed.waited_s,
+        load=committed.load,
+        finish_reason=event.finish_reason or committed.finish_reason,
+    )

@@ -35,7 +35,8 @@ MAX_SCORED_ROWS = 128
 """Maximum number of rows in a step for which a prompt's next token is scored. Each such row takes a pass over the
 vocabulary, and the step's other rows wait for it.
 """
-_SLOT = attrgetter("slot")
+_SEQUENCE, _SLOT, _LENGTH, _DRAFTS = map(attrgetter, ("sequence", "slot", "length", "drafts"))
+_REQUEST_ID = attrgetter("id")
 
 
 @dataclass(eq=False, slots=True)
@@ -285,16 +286,24 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 @dataclass(frozen=True)
 class Step:
-    """The chunks of one forward pass, ordered by slot with the base model's last."""
+    """The chunks of one forward pass, ordered by slot with the base model's last.
+
+    In most steps every row is plain (see `is_plain`). What the host does for each row of such a step decides how many
+    rows a GPU is kept busy with, so it is done by few instructions: `map` and `attrgetter` read an attribute of all
+    rows in a loop of C.
+    """
 
     chunks: tuple[Chunk, ...]
+    is_plain: bool = False
+    """True if every chunk is a plain row: one row of a sequence that decodes, after its prompt, without drafts, which
+    was in an earlier step and is computed for the first time. Each row then samples. False: some chunk may differ."""
 
     @classmethod
-    def ordered(cls, chunks: Iterable[Chunk]) -> Step:
+    def ordered(cls, chunks: Iterable[Chunk], *, is_plain: bool = False) -> Step:
         """Order the chunks by slot. Chunks with the same slot keep the scheduler's order."""
         by_slot = sorted(chunks, key=_SLOT)
         num_base = bisect_right(by_slot, BASE_SLOT, key=_SLOT)  # the base's slot is lower than any adapter's
-        return cls((*by_slot[num_base:], *by_slot[:num_base]))
+        return cls((*by_slot[num_base:], *by_slot[:num_base]), is_plain)
 
     @property
     def empty(self) -> bool:
@@ -302,15 +311,32 @@ class Step:
         return not self.chunks
 
     @cached_property
+    def sequences(self) -> list[Sequence]:
+        """The sequence of each chunk."""
+        return [*map(_SEQUENCE, self.chunks)]
+
+    @cached_property
+    def request_ids(self) -> list[str]:
+        """The id of each chunk's request."""
+        return [*map(_REQUEST_ID, self.sequences)]
+
+    @property
+    def has_drafts(self) -> bool:
+        """True if any chunk has drafts."""
+        return not self.is_plain and any(map(_DRAFTS, self.chunks))
+
+    @cached_property
     def sampling(self) -> list[Chunk]:
         """Chunks that yield tokens, in row order. Computed at the first use, which must be before the commit."""
+        if self.is_plain:
+            return [*self.chunks]
         ends = [c for c in self.chunks if c.start + c.length - len(c.drafts) == len(c.sequence.token_ids)]
         return [c for c in ends if c.sequence.request.pooling is None]
 
     @cached_property
     def pooled(self) -> list[tuple[int, Chunk]]:
         """Chunks of requests with `pooling`, each with its first row."""
-        if all(c.sequence.request.pooling is None for c in self.chunks):
+        if self.is_plain or all(c.sequence.request.pooling is None for c in self.chunks):
             return []
         firsts = accumulate((c.length for c in self.chunks), initial=0)
         return [(row, c) for row, c in zip(firsts, self.chunks, strict=False) if c.sequence.request.pooling]
@@ -318,7 +344,7 @@ class Step:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """(slot, rows) of every run of rows that share a revision, base included, in row order."""
-        return [(slot, sum(c.length for c in run)) for slot, run in groupby(self.chunks, key=lambda c: c.slot)]
+        return [(slot, sum(map(_LENGTH, run))) for slot, run in groupby(self.chunks, key=_SLOT)]
 
     @property
     def adapter_slots(self) -> list[int]:
@@ -357,6 +383,8 @@ class StepBuilder:
     scored_left: int = MAX_SCORED_ROWS
     joined: list[Sequence] = field(default_factory=list)
     """Sequences of the step that were admitted in this plan."""
+    is_plain: bool = True
+    """False if any other chunk than a plain row was added (see `Step.is_plain`)."""
 
     @property
     def num_rows(self) -> int:
@@ -398,11 +426,12 @@ class StepBuilder:
         return math.ceil(tokens_with_attention(length, attention_pairs(context, length), self.token_context))
 
     def add_decoding(self, sequence: Sequence, position: int, length: int) -> None:
-        """Add the `length` rows of a decoding `sequence` from `position` on, usually one. The sequence already has the
-        pages.
+        """Add the `length` rows of a decoding `sequence` from `position` on that are not one plain row. The sequence
+        already has the pages.
         """
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(position)
         self.chunks[sequence] = Chunk(sequence, position, length, slot)
+        self.is_plain = False
         self.tokens_left -= length
         self.rows_left -= 1
 
@@ -428,6 +457,7 @@ class StepBuilder:
         start = sequence.num_computed
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(start)
         self.chunks[sequence] = Chunk(sequence, start, length, slot)
+        self.is_plain = False
         cost = self._cost(start, length)
         self.tokens_left = max(0, self.tokens_left - cost)
         self.rows_left -= 1
@@ -441,9 +471,10 @@ class StepBuilder:
         """Give a decoding `sequence` of the step a row for each of `drafts`. The sequence already has the pages."""
         chunk = self.chunks[sequence]
         length = chunk.length + len(drafts)
+        self.is_plain = False
         self.chunks[sequence] = Chunk(sequence, chunk.start, length, chunk.slot, drafts)
         self.tokens_left -= len(drafts)
 
     def build(self) -> Step:
         """Return the step."""
-        return Step.ordered(self.chunks.values())
+        return Step.ordered(self.chunks.values(), is_plain=self.is_plain)

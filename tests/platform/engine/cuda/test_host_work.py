@@ -34,17 +34,17 @@ KINDS = {
 }
 
 INSTRUCTIONS = {
-    "plain": (9300, 880),
-    "adapters": (12_600, 880),
-    "penalties": (9300, 1001),
-    "biases": (9500, 922),
-    "draws": (9300, 880),
-    "logprobs": (9800, 1058),
+    "plain": (9300, 244),
+    "adapters": (12_600, 244),
+    "penalties": (9600, 251),
+    "biases": (9500, 278),
+    "draws": (9300, 244),
+    "logprobs": (9800, 456),
 }
 """Most instructions of a step in which no sequence takes a page, without its rows, and most of each row. The first
 number has room for other versions of libraries. With eight adapters, each has a segment of rows."""
 
-INSTRUCTIONS_OF_A_PAGE = 1300
+INSTRUCTIONS_OF_A_PAGE = 700
 """Most instructions of a sequence that fills a page, publishes it and takes the next."""
 
 ELEMENTS_OF_A_ROW = 4
