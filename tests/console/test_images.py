@@ -59,7 +59,9 @@ def visit(image_site: Site, browser: Browser) -> Iterator[Visit]:
 
 
 def choose(page: Page, side: str, model: str) -> None:
-    page.get_by_label(side).first.fill(model)
+    box = page.get_by_label(side).first
+    expect(box).not_to_have_value("")  # the model at first is drawn after its list, and would join what is typed
+    box.fill(model)
     page.get_by_role("option", name=model, exact=True).click()
 
 
@@ -135,7 +137,11 @@ def test_playground_shows_the_servers_refusal_with_the_name_of_the_image(visit: 
 def test_playground_takes_a_models_name_once_the_names_are_known(visit: Visit) -> None:
     """The model at first comes with the names, and would replace what is typed before."""
     held: list[Route] = []
-    visit.page.route("**/v1/models?*", held.append)
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    visit.page.route("**/v1/models?*", hold)
     page = visit.load("/playground", "Playground")
     expect(page.get_by_label("First model").first).to_be_disabled()
     page.unroute("**/v1/models?*")
