@@ -128,7 +128,8 @@ def test_bundle_files_without_meaning_are_named_and_not_kept(site: Site, client:
         made = http.post("/v1/adapters", **sent)
         assert made.status_code == 201, made.text
         listed = http.get("/v1/uploads").json()["data"]
-        [report] = [one["report"] for one in listed if one["revision"] == made.json()["id"]]
+        revision = f"acme/caller@{made.json()['revision']}"
+        [report] = [one["report"] for one in listed if one["revision"] == revision]
     [note] = [warning for warning in report["warnings"] if warning["code"] == "files_ignored"]
     assert "README.md, optimizer.pt" in note["message"]
 

@@ -144,9 +144,9 @@ def test_playground_takes_a_models_name_once_the_names_are_known(visit: Visit) -
     visit.page.route("**/v1/models?*", hold)
     page = visit.load("/playground", "Playground")
     expect(page.get_by_label("First model").first).to_be_disabled()
-    page.unroute("**/v1/models?*")
     for route in held:
         route.continue_()
+    page.unroute("**/v1/models?*")
     choose(page, "First model", "plain")
     choose(page, "Second model", "eyes")
     expect(page.get_by_label("First model").first).to_have_value("plain")
