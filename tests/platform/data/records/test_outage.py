@@ -211,7 +211,7 @@ async def test_waiting_for_a_connection_is_load_where_the_database_answers(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as many transactions as the pool has connections, each as long as two waits for one."""
-    monkeypatch.setattr(database_module, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(database_module, "CONNECT_SECONDS", 3)
     database = Database(postgres_url)
     started, leave = asyncio.Semaphore(0), asyncio.Event()
 
@@ -232,7 +232,7 @@ async def test_waiting_for_a_connection_is_load_where_the_database_answers(
                 holders.append(asyncio.create_task(occupy()))
                 await started.acquire()
         others = [asyncio.create_task(follow()) for _ in range(20)]
-        done, _ = await asyncio.wait(others, timeout=2.5)
+        done, _ = await asyncio.wait(others, timeout=7.5)
         assert done == set()
         leave.set()
         await asyncio.gather(*holders, *others)
