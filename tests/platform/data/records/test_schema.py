@@ -144,7 +144,7 @@ def test_concurrent_migrations_run_once(empty_url: str) -> None:
 
 
 def test_new_file_in_use_by_another_process_is_waited_for(tmp_path: Path) -> None:
-    """As another worker uses it at its first start: SQLite itself would not wait."""
+    """Wait for a file that another worker uses at its first start: SQLite itself would not wait."""
     file = tmp_path / "new.sqlite3"
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
