@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx._config as httpx_config
 import httpx._transports.default as httpx_transports
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -23,6 +25,12 @@ httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ss
 # Five seconds are too short for an answer on a machine that runs much else.
 for phase in ("connect", "read", "write", "pool"):
     setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, phase, 120.0)
+
+# Hypothesis draws the same examples in every run, so a run without a change of code has the same outcome. Nightly runs,
+# which leave out no marker, draw others. No example has a deadline, and no draw is too slow: other processes run too.
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+hypothesis_settings.register_profile("same", derandomize=True, **UNTIMED)
+hypothesis_settings.register_profile("random", **UNTIMED)
 
 COSTS = {
     "server": ("tests/api/", "tests/attacks/", "tests/e2e/", "tests/demo/test_demo", "tests/simulation/"),
@@ -56,6 +64,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from loramux_kernels.native.loader import native_library
 
         native_library()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-profile") is None:
+        hypothesis_settings.load_profile("same" if config.option.markexpr else "random")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

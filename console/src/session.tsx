@@ -104,8 +104,8 @@ export function useReadsImages(name: string): boolean | undefined {
   return found.data?.input_modalities.includes("image");
 }
 
-/** Names of models with this text in them: there may be ten thousand. */
-export function useModelNames(search: string): string[] {
+/** Names of models with this text in them, of which there may be ten thousand; undefined until the first names are known. */
+export function useModelNames(search: string): string[] | undefined {
   const { tenant } = useSession();
   const [typed] = useDebouncedValue(search.trim().slice(0, 64), 200);
   const models = useQuery({
@@ -113,5 +113,5 @@ export function useModelNames(search: string): string[] {
     queryFn: () => unwrap(api.GET("/v1/models", { params: { query: { search: typed || undefined, limit: MOST_NAMES } } })),
     placeholderData: keepPreviousData,
   });
-  return (models.data?.data ?? []).map((model) => model.id);
+  return models.isPending ? undefined : (models.data?.data ?? []).map((model) => model.id);
 }

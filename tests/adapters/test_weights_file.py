@@ -247,7 +247,9 @@ def result_or_refusal(path: Path) -> bool:
     return True
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300, deadline=None
+)
 @given(content=st.binary(max_size=200))
 @example(content=b"")
 def test_header_any_bytes_are_read_as_the_library_reads_them_or_refused(content: bytes, scratch: Path) -> None:
@@ -255,14 +257,18 @@ def test_header_any_bytes_are_read_as_the_library_reads_them_or_refused(content:
     result_or_refusal(scratch)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300, deadline=None
+)
 @given(header=st.dictionaries(names, entries | values, max_size=3) | values, data=st.binary(max_size=40))
 def test_header_any_json_is_read_as_the_library_reads_it_or_refused(header: Any, data: bytes, scratch: Path) -> None:
     scratch.write_bytes(raw_safetensors(header, data))
     result_or_refusal(scratch)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300, deadline=None
+)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(sizes, max_size=3)), max_size=4),
     damage=st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=2)), max_size=2),

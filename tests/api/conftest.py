@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tiny_base import make_base
 
 from loramux.accounts.tenants import secrets
 from loramux_api.app import create_app
+from loramux_api.bodies import ApiRequest
 
 ON_THE_WIRE = {
     "test_adapters",
@@ -70,6 +71,20 @@ def site(
 def newcomer(site: Site) -> str:
     """A tenant that no other test knows; its name is that of its key too."""
     return site.enrol()
+
+
+@pytest.fixture
+def read_parts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Parts of bodies that handlers have read. What no handler has read is dropped unseen when its client leaves."""
+    parts, stream = list[bytes](), ApiRequest.stream
+
+    async def noted(request: ApiRequest) -> AsyncGenerator[bytes, None]:
+        async for part in stream(request):
+            parts.append(part)
+            yield part
+
+    monkeypatch.setattr(ApiRequest, "stream", noted)
+    return parts
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,10 @@ def until(client: openai.OpenAI, id: str, *states: str, seconds: float = 120) ->
 
 
 def until_begun(site: Site, before: int) -> None:
-    """Wait until some lines have gone to the engine, which had `before` requests."""
+    """Wait until some lines have gone to the engine, which had `before` requests.
+
+    The engine pauses between their tokens, so that most lines are left, on a slow machine too.
+    """
     deadline = time.monotonic() + 120
     while len(site.engine.requests) < before + 5:
         assert time.monotonic() < deadline, "no line runs"
@@ -295,7 +298,7 @@ def test_batch_whose_adapter_is_deleted_in_its_midst_answers_every_line(
         site.keys["owner"] = made.json()["key"]
     with site.http("owner") as http:
         assert http.post("/v1/adapters", **form(make_adapter(base_dir, tmp_path), "gone")).status_code == 201
-        site.engine.pause, before = 0.02, len(site.engine.requests)
+        site.engine.pause, before = 0.2, len(site.engine.requests)
         models = ["gone" if number % 2 else "tiny" for number in range(200)]
         batch = submit(client, jsonl(*(line(number, model=model) for number, model in enumerate(models))))
         until_begun(site, before)
@@ -319,7 +322,7 @@ def test_batch_whose_adapter_is_deleted_in_its_midst_answers_every_line(
 
 
 def test_batch_cancelled_keeps_answers_and_names_the_lines_that_did_not_run(site: Site, client: openai.OpenAI) -> None:
-    site.engine.pause, before = 0.02, len(site.engine.requests)
+    site.engine.pause, before = 0.2, len(site.engine.requests)
     batch = submit(client, jsonl(*(line(number, prompt="abcdefgh") for number in range(400))))
     until(client, batch.id, "in_progress")
     until_begun(site, before)
@@ -347,7 +350,7 @@ def test_batch_ends_with_the_rights_of_its_key(site: Site, client: openai.OpenAI
             return made.id, secret
 
     id, secret = asyncio.run(key_and_revoke())
-    site.engine.pause = 0.02
+    site.engine.pause = 0.2
     with openai.OpenAI(base_url=f"{site.url}/v1", api_key=secret) as other:
         batch = submit(other, jsonl(*(line(number, prompt="abcdefgh") for number in range(400))))
         until(other, batch.id, "in_progress")
@@ -401,7 +404,7 @@ def test_files_are_the_tenants_alone(site: Site, client: openai.OpenAI) -> None:
 
 
 def test_file_that_a_batch_reads_stays(site: Site, client: openai.OpenAI) -> None:
-    site.engine.pause = 0.02
+    site.engine.pause = 0.2
     batch = submit(client, jsonl(*(line(number, prompt="abcdefgh") for number in range(200))))
     until(client, batch.id, "in_progress")
     with pytest.raises(openai.ConflictError) as refused:
@@ -453,7 +456,7 @@ def on_loop(site: Site, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def test_batch_whose_window_ends_names_the_lines_that_did_not_run(site: Site, client: openai.OpenAI) -> None:
-    site.engine.pause, before = 0.02, len(site.engine.requests)
+    site.engine.pause, before = 0.2, len(site.engine.requests)
     lines = jsonl(*(line(number, prompt="abcdefgh") for number in range(300)))
     batch = submit(client, lines, completion_window="1h")
     until(client, batch.id, "in_progress")
@@ -499,7 +502,7 @@ def test_files_expire_and_count_against_a_quota(site: Site, client: openai.OpenA
 
 
 def test_batch_of_a_suspended_tenant_waits_until_it_is_resumed(site: Site, client: openai.OpenAI) -> None:
-    site.engine.pause = 0.02
+    site.engine.pause = 0.1
     batch = submit(client, jsonl(*(line(number, prompt="abcdefgh") for number in range(200))))
     until(client, batch.id, "in_progress")
     with site.http("all-scopes") as admin:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from listening import until_true
 from site_fixture import Site
 
 from loramux.serving.errors import ServingError
@@ -280,11 +281,13 @@ def test_caller_without_a_request_left_is_refused_before_its_body_is_read(site: 
     assert answer.startswith(b"HTTP/1.1 429"), answer
 
 
-def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(
+    site: Site, caplog: pytest.LogCaptureFixture, read_parts: list[bytes]
+) -> None:
     caplog.set_level(logging.DEBUG, "loramux_api")
     with connect(site) as connection:
         connection.sendall(raw_head(site, site.keys["acme"], 1000) + b'{"model": ')
-        time.sleep(0.1)
+        until_true(lambda: b"".join(read_parts) == b'{"model": ')
     deadline = time.monotonic() + 60
     while not any("left" in record.message for record in caplog.records) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -19,7 +19,12 @@ from loramux_api.cli.main import main
 from loramux_api.cli.workloads import usage_log
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MONTH = datetime.now(UTC).strftime("%Y-%m")
+
+
+@pytest.fixture
+def month() -> str:
+    """The month that still runs; it may have begun since the tests were collected."""
+    return datetime.now(UTC).strftime("%Y-%m")
 
 
 @pytest.fixture
@@ -41,15 +46,15 @@ def read(config: Path, *arguments: str) -> Any:
     return json.loads(loramux(config, *arguments, "--json").stdout)
 
 
-def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) -> None:
+def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path, month: str) -> None:
     loramux(config, "tenant", "create", "acme")
     assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 6}
     assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 0}
     assert [plan["name"] for plan in read(config, "price", "ls")] == ["standard"]
-    loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH)
+    loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", month)
     assert (
         "already; use --replace or a later"
-        in loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH, code=1).stderr
+        in loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", month, code=1).stderr
     )
     draft = read(
         config,
@@ -58,49 +63,49 @@ def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) ->
         "--tenant",
         "acme",
         "--period",
-        MONTH,
+        month,
         "--html",
         str(tmp_path / "i.html"),
         "--pdf",
         str(tmp_path / "i.pdf"),
     )
     assert (draft["status"], draft["total"], draft["currency"]) == ("draft", "0.00", "USD")
-    assert f"INV-{MONTH}-acme" in (tmp_path / "i.html").read_text()
+    assert f"INV-{month}-acme" in (tmp_path / "i.html").read_text()
     assert (tmp_path / "i.pdf").read_bytes().startswith(b"%PDF-")
-    assert "not over yet" in loramux(config, "usage", "close", "--period", MONTH, code=1).stderr
+    assert "not over yet" in loramux(config, "usage", "close", "--period", month, code=1).stderr
     for focus in ((), ("--focus",)):
-        made = read(config, "usage", "export", "--period", MONTH, "--out", str(tmp_path / "out"), *focus)
+        made = read(config, "usage", "export", "--period", month, "--out", str(tmp_path / "out"), *focus)
         data = (tmp_path / "out" / made["file"]).read_bytes()
         assert (made["rows"], made["sha256"]) == (0, hashlib.sha256(data).hexdigest())
     assert read(config, "usage", "reconcile")["entries"] == 0
-    assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "12.50") == []
-    assert "not an amount" in loramux(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "x", code=2).stderr
-    assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "USD=1", "--gpu-cost", "JPY=2") == []
+    assert read(config, "usage", "margin", "--period", month, "--gpu-cost", "12.50") == []
+    assert "not an amount" in loramux(config, "usage", "margin", "--period", month, "--gpu-cost", "x", code=2).stderr
+    assert read(config, "usage", "margin", "--period", month, "--gpu-cost", "USD=1", "--gpu-cost", "JPY=2") == []
     for wrong in (("USD=1", "USD=2"), ("1", "USD=2"), ("XYZ=1",), ("USD=",)):
         costs = [part for one in wrong for part in ("--gpu-cost", one)]
-        assert "--gpu-cost" in loramux(config, "usage", "margin", "--period", MONTH, *costs, code=2).stderr
+        assert "--gpu-cost" in loramux(config, "usage", "margin", "--period", month, *costs, code=2).stderr
     assert read(config, "usage", "deliver") == []
 
 
 def test_focus_export_and_dry_run_of_an_open_month_have_the_issuer_and_the_minimum(
-    config: Path, tmp_path: Path
+    config: Path, tmp_path: Path, month: str
 ) -> None:
     config.write_text(config.read_text() + '[billing]\nissuer = "Example GmbH"\n')
     prices = (CONFIGS / "prices" / "standard.toml").read_text()
     (tmp_path / "prices.toml").write_text(prices.replace('minimum = "0.00"', 'minimum = "5.00"'))
     loramux(config, "tenant", "create", "acme")
     read(config, "price", "apply", str(tmp_path / "prices.toml"))
-    loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH)
+    loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", month)
     for options, issuer in (((), "Example GmbH"), (("--provider", "Other Ltd"), "Other Ltd")):
         out = tmp_path / issuer
-        made = read(config, "usage", "export", "--period", MONTH, "--focus", "--out", str(out), *options)
+        made = read(config, "usage", "export", "--period", month, "--focus", "--out", str(out), *options)
         with (out / made["file"]).open(newline="") as file:
             [row] = csv.DictReader(file)
         assert row["BilledCost"] == "5.00"
         assert {row[f"{name}Name"] for name in ("Provider", "Publisher", "InvoiceIssuer")} == {issuer}
-    shown = loramux(config, "usage", "close", "--period", MONTH, "--dry-run").stdout
-    assert shown.splitlines() == [f"If {MONTH} were closed now:", f"INV-{MONTH}-acme\t5.00 USD"]
-    assert read(config, "usage", "invoice", "--tenant", "acme", "--period", MONTH)["total"] == "5.00"
+    shown = loramux(config, "usage", "close", "--period", month, "--dry-run").stdout
+    assert shown.splitlines() == [f"If {month} were closed now:", f"INV-{month}-acme\t5.00 USD"]
+    assert read(config, "usage", "invoice", "--tenant", "acme", "--period", month)["total"] == "5.00"
 
 
 def test_reconcile_drift_exits_with_one(config: Path, tmp_path: Path) -> None:
@@ -122,11 +127,11 @@ def test_reconcile_altered_ledger_exits_with_one(config: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("usage", "invoice", "--tenant", "nobody", "--period", MONTH), "there is no tenant 'nobody'"),
+        (("usage", "invoice", "--tenant", "nobody", "--period", "2026-11"), "there is no tenant 'nobody'"),
         (("usage", "close", "--period", "2026-13"), "a period is a month such as 2026-11"),
         (("usage", "correct", "evt_1", "--change", "output_tokens=1", "--reason", "x"), "no entry 'evt_1'"),
         (("usage", "export", "--period", "1999-01"), "nothing is billed in 1999-01"),
-        (("price", "assign", "none", "--tenant", "nobody", "--from", MONTH), "there is no tenant 'nobody'"),
+        (("price", "assign", "none", "--tenant", "nobody", "--from", "2026-11"), "there is no tenant 'nobody'"),
         (("price", "apply", "absent.toml"), "cannot be read"),
     ],
 )

@@ -53,7 +53,7 @@ class Web(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.cookies.append(self.headers["cookie"])
         if self.path == "/slow.png":
-            time.sleep(4)
+            time.sleep(6)
         if (location := MOVED.get(self.path)) is not None:
             self.send_response(302)
             self.send_header("location", location)
@@ -84,7 +84,7 @@ def web() -> Iterator[str]:
 def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A server whose base reads images, also from private addresses."""
     settings = make_settings(make_image_base(tmp_path_factory.mktemp("base")), tmp_path_factory.mktemp("site"))
-    images = ImageSettings(max_bytes=2 << 20, fetch_seconds=2, allow_private_addresses=True)
+    images = ImageSettings(max_bytes=2 << 20, fetch_seconds=4, allow_private_addresses=True)
     privacy = msgspec.structs.replace(settings.privacy, response_seconds=3600)
     settings = msgspec.structs.replace(settings, images=images, privacy=privacy)
     facts = msgspec.structs.replace(FACTS, vocab_size=261, images=True, max_model_len=1024)
@@ -225,7 +225,7 @@ def test_lines_of_batches_have_images(open_site: Site) -> None:
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("/slow.png", "not arrived within 2 seconds"),
+        ("/slow.png", "not arrived within 4 seconds"),
         ("/round.png", "redirects more than 3 times"),
         ("/out.png", "leads nowhere"),
         ("/file.png", "gives no answer"),
@@ -341,7 +341,7 @@ def test_an_open_stream_holds_neither_its_body_nor_its_images_as_base64(open_sit
             assert answer.status_code == 200, answer.read()
             events = answer.iter_raw()  # without a name, it would close the stream at once
             next(events)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 120
             while held := large_blocks():  # what is no longer referenced may wait for the collector
                 assert time.monotonic() < until, held
                 gc.collect()

@@ -5,19 +5,22 @@ from datetime import UTC, datetime
 import pytest
 from site_fixture import Site
 
-MONTH = datetime.now(UTC).strftime("%Y-%m")
+
+@pytest.fixture
+def month() -> str:
+    return datetime.now(UTC).strftime("%Y-%m")
 
 
 @pytest.mark.parametrize(
     ("format", "media", "start"),
     [("json", "application/json", b"{"), ("html", "text/html", b"<!doctype"), ("pdf", "application/pdf", b"%PDF-")],
 )
-def test_invoice_of_the_open_month_is_a_draft(site: Site, format: str, media: str, start: bytes) -> None:
+def test_invoice_of_the_open_month_is_a_draft(site: Site, month: str, format: str, media: str, start: bytes) -> None:
     with site.http("all-scopes") as http:
-        answer = http.get(f"/v1/organization/invoices/{MONTH}", params={"format": format})
+        answer = http.get(f"/v1/organization/invoices/{month}", params={"format": format})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith(media)
-    assert f"INV-{MONTH}-acme.{format}" in answer.headers["content-disposition"]
+    assert f"INV-{month}-acme.{format}" in answer.headers["content-disposition"]
     assert answer.content.startswith(start)
     if format == "json":
         assert (answer.json()["tenant_name"], answer.json()["status"]) == ("acme", "draft")
@@ -31,7 +34,7 @@ def test_invoice_of_an_unknown_month_is_not_found(site: Site, month: str) -> Non
     assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("invoice_not_found", "month")
 
 
-def test_invoice_unknown_format_is_refused(site: Site) -> None:
+def test_invoice_unknown_format_is_refused(site: Site, month: str) -> None:
     with site.http("all-scopes") as http:
-        answer = http.get(f"/v1/organization/invoices/{MONTH}", params={"format": "docx"})
+        answer = http.get(f"/v1/organization/invoices/{month}", params={"format": "docx"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "format")

@@ -8,6 +8,8 @@ import httpx
 from local_issuer import Issuer
 from site_fixture import PATIENCE, Site
 
+from loramux.accounts.tenants.authority import TENANT_SCOPES
+
 TEXT = {"model": "tiny", "prompt": "hi"}
 
 
@@ -61,7 +63,7 @@ def test_member_manages_within_its_role(site: Site, issuer: Issuer) -> None:
 
 
 def test_audit_entry_has_the_request_id(site: Site) -> None:
-    with site.http("all-scopes", x_request_id="find-me") as http:
+    with site.http(site.enrol(TENANT_SCOPES), x_request_id="find-me") as http:
         made = http.post("/v1/keys", json={}).json()
         entry = http.get("/v1/audit", params={"limit": 1}).json()["data"][0]
     assert (entry["action"], entry["object_id"]) == ("key.create", made["id"])

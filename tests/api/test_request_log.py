@@ -26,7 +26,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
 
 def of_request(lines: pytest.LogCaptureFixture, id: str) -> list[dict]:
     """The request lines with this status, once the server has written one."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         found = [vars(r) for r in lines.records if r.msg == "request" and vars(r).get("completion", r.name) == id]
         if found:

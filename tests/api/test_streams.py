@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from listening import until_true
 from scripted_engine import EOS
-from site_fixture import Site
+from site_fixture import PATIENCE, Site
 
 from loramux_api import http_layer
 
 TEXT = {"model": "tiny", "prompt": "hi"}
 STREAM = TEXT | {"stream": True}
-
-
-def until(happened: Callable[[], bool]) -> None:
-    """Wait for something that another thread does; fails after ten seconds."""
-    for _ in range(1000):
-        if happened():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not happen")
 
 
 def settled(site: Site, tenant: str) -> dict[str, int]:
@@ -51,11 +42,13 @@ def test_events_are_framed_with_lf_and_end_with_done(site: Site) -> None:
 
 
 def test_chunks_arrive_while_the_engine_still_works(site: Site) -> None:
-    site.engine.pause = 0.05
-    with site.http() as client, client.stream("POST", "/v1/completions", json=STREAM) as response:
+    site.engine.pause = 0.2
+    asked = STREAM | {"prompt": "hi" * 50, "max_tokens": 100}
+    with site.http() as client, client.stream("POST", "/v1/completions", json=asked) as response:
         lines = response.iter_lines()
         assert json.loads(next(lines)[6:])["choices"][0]["text"] == "h"
         assert site.engine.running == 1
+        site.engine.pause = 0.0
         assert "".join(lines).endswith("data: [DONE]")
 
 
@@ -93,11 +86,14 @@ def test_client_disconnect_cancels_the_engine_and_bills_what_was_sent(site: Site
     before = settled(site, "acme")
     with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(raw_post(site, asked | {"max_tokens": 200}))
-        until(lambda: site.engine.running == 1)
-        time.sleep(0.2)
-    until(lambda: site.engine.running == 0)
+        until_true(lambda: site.engine.running == 1)
+        if asked is STREAM:  # until the client has some of the answer
+            received = b""
+            while b"data: " not in received:
+                received += connection.recv(1 << 16)
+    until_true(lambda: site.engine.running == 0)
     assert len(site.engine.cancelled) == 1
-    until(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
+    until_true(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
     after = settled(site, "acme")
     billed = (after["input_tokens"] - before["input_tokens"], after["output_tokens"] - before["output_tokens"])
     if asked is STREAM:
@@ -113,9 +109,9 @@ def test_client_disconnect_before_first_token_is_not_billed(site: Site, asked: d
     before = settled(site, "acme")
     with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(raw_post(site, asked))
-        until(lambda: site.engine.running == 1)
-    until(lambda: site.engine.running == 0)
-    until(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
+        until_true(lambda: site.engine.running == 1)
+    until_true(lambda: site.engine.running == 0)
+    until_true(lambda: settled(site, "acme")["num_model_requests"] == before["num_model_requests"] + 1)
     after = settled(site, "acme")
     assert (after["input_tokens"], after["output_tokens"]) == (before["input_tokens"], before["output_tokens"])
 
@@ -131,15 +127,18 @@ def test_two_hundred_streams_at_once_each_get_their_own_answer(site: Site) -> No
     async def all_of_them() -> list[str]:
         headers = {"Authorization": f"Bearer {site.keys['acme']}"}
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=site.url, headers=headers, limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=site.url, headers=headers, limits=limits, timeout=PATIENCE) as client:
             return await asyncio.gather(*(one(client, i) for i in range(200)))
 
     assert asyncio.run(all_of_them()) == [f"stream {i}" for i in range(200)]
     assert site.engine.running == 0
 
 
-def test_client_that_takes_nothing_of_a_stream_is_disconnected(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_takes_nothing_of_a_stream_is_disconnected(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else its answer would stay in memory for as long as it keeps the connection."""
+    caplog.set_level(logging.INFO, "loramux_api")
     monkeypatch.setattr(http_layer, "READER_SECONDS", 0.4)
     choices, tokens = 128, 200  # together more than the buffers of the sockets hold
     site.engine.script = lambda request: [65] * tokens
@@ -147,8 +146,8 @@ def test_client_that_takes_nothing_of_a_stream_is_disconnected(site: Site, monke
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", int(site.url.rsplit(":", 1)[1])))
         silent.sendall(raw_post(site, STREAM | {"n": choices, "max_tokens": tokens}))
-        until(lambda: len(site.engine.requests) == choices and site.engine.running == 0)
-        time.sleep(2)
+        until_true(lambda: len(site.engine.requests) == choices and site.engine.running == 0)
+        until_true(lambda: any("took nothing" in record.message for record in caplog.records))
         silent.settimeout(60)
         received = b""
         while (data := silent.recv(1 << 20)) and not received.endswith(b"0\r\n\r\n"):

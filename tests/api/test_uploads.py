@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from listening import until_true
 from peft_uploads import CONFIG, WEIGHTS, altered, make_adapter
 from site_fixture import Site
 
@@ -64,7 +65,7 @@ def finish(client: httpx.Client, id: str) -> dict[str, Any]:
     """Complete it, and wait for what becomes of it."""
     completed = client.post(f"/v1/uploads/{id}/complete")
     assert completed.status_code == 202, completed.text
-    for _ in range(600):
+    for _ in range(6000):
         upload = client.get(f"/v1/uploads/{id}").json()
         if upload["state"] != "validating":
             return upload
@@ -115,33 +116,35 @@ def test_a_revision_that_is_not_promoted_is_there_by_its_number(
     assert asked == {"acme/upper": "acme/upper@1", "acme/upper@2": "acme/upper@2"}
 
 
-def cut_off(site: Site, path: str, data: bytes, sent: int) -> None:
-    """Announce all of `data`, send some of it, and leave."""
+def cut_off(site: Site, path: str, data: bytes, sent: int, read_parts: list[bytes]) -> None:
+    """Announce all of `data`, send some of it, and leave when the server has read it."""
     head = (
         f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {site.keys['acme']}\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", int(site.url.rsplit(":", 1)[1]))) as connection:
+        read_parts.clear()
         connection.sendall(head.encode() + data[:sent])
-        time.sleep(0.5)  # uvicorn throws away what its application has not read by the time that the client leaves
+        until_true(lambda: b"".join(read_parts) == data[:sent])
 
 
-def test_what_was_cut_off_goes_on_where_it_ended(site: Site, client: httpx.Client, adapter: Path) -> None:
+def test_what_was_cut_off_goes_on_where_it_ended(
+    site: Site, client: httpx.Client, adapter: Path, read_parts: list[bytes]
+) -> None:
     files = contents(adapter)
     upload = open_upload(client, files)
-    cut_off(site, f"/v1/uploads/{upload['id']}/files/{WEIGHTS}", files[WEIGHTS], 3000)
-    received = 0
-    for _ in range(200):
+    cut_off(site, f"/v1/uploads/{upload['id']}/files/{WEIGHTS}", files[WEIGHTS], 3000, read_parts)
+
+    def received() -> int:
         state = client.get(f"/v1/uploads/{upload['id']}").json()
-        received = next(file["received"] for file in state["files"] if file["name"] == WEIGHTS)
-        if received:
-            break
-        time.sleep(0.02)
-    assert 0 < received <= 3000
-    wrong = send(client, upload["id"], WEIGHTS, b"x", received + 1)
+        return next(file["received"] for file in state["files"] if file["name"] == WEIGHTS)
+
+    until_true(received)
+    assert received() == 3000
+    wrong = send(client, upload["id"], WEIGHTS, b"x", 3001)
     assert error(wrong, 409)["code"] == "wrong_offset"
-    assert wrong.headers["Upload-Offset"] == str(received)
-    assert send(client, upload["id"], WEIGHTS, files[WEIGHTS][received:], received).status_code == 200
+    assert wrong.headers["Upload-Offset"] == "3000"
+    assert send(client, upload["id"], WEIGHTS, files[WEIGHTS][3000:], 3000).status_code == 200
     assert send(client, upload["id"], CONFIG, files[CONFIG]).status_code == 200
     assert finish(client, upload["id"])["state"] == "ready"
 

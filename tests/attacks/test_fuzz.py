@@ -65,7 +65,9 @@ def base(base_dir: Path) -> BaseDescription:
     return describe_base(base_dir)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(edits=st.lists(EDITS, max_size=3))
 def test_a_folder_is_refused_or_exactly_sound(
     edits: list[tuple[str, Any, Any]], base: BaseDescription, sound: Files, tmp_path: Path

@@ -99,7 +99,9 @@ def folder_with(root: Path, config: bytes, weights: bytes) -> Path:
     return root
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     weights=st.binary(min_size=1, max_size=5 * PART_BYTES),
     cuts=st.lists(st.none() | st.integers(0, PART_BYTES), max_size=7),

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from console_site import Visit, ensure_console, visiting
 from image_base import make_image_base, picture, saved
-from playwright.sync_api import Browser, FilePayload, Page, expect
+from playwright.sync_api import Browser, FilePayload, Page, Route, expect
 from running_server import running
 from scripted_engine import FACTS, ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
@@ -59,7 +59,9 @@ def visit(image_site: Site, browser: Browser) -> Iterator[Visit]:
 
 
 def choose(page: Page, side: str, model: str) -> None:
-    page.get_by_label(side).first.fill(model)
+    box = page.get_by_label(side).first
+    expect(box).not_to_have_value("")  # the model at first is drawn after its list, and would join what is typed
+    box.fill(model)
     page.get_by_role("option", name=model, exact=True).click()
 
 
@@ -130,6 +132,24 @@ def test_playground_shows_the_servers_refusal_with_the_name_of_the_image(visit: 
     expect(visit.page.get_by_text("damaged.png: 'messages[0].content[1]' is no image that can be read")).to_have_count(
         2
     )
+
+
+def test_playground_takes_a_models_name_once_the_names_are_known(visit: Visit) -> None:
+    """The model at first comes with the names, and would replace what is typed before."""
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    visit.page.route("**/v1/models?*", hold)
+    page = visit.load("/playground", "Playground")
+    expect(page.get_by_label("First model").first).to_be_disabled()
+    for route in held:
+        route.continue_()
+    page.unroute("**/v1/models?*")
+    choose(page, "First model", "plain")
+    choose(page, "Second model", "eyes")
+    expect(page.get_by_label("First model").first).to_have_value("plain")
 
 
 def test_playground_offers_images_only_if_both_models_read_them(visit: Visit) -> None:

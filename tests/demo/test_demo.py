@@ -97,7 +97,7 @@ def test_demo_stopped_early_stops_its_server(tmp_path):
 
 def assert_ended(family):
     """No process of the family runs; a zombie, whose parent has not waited for it, counts as ended."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while left := [member for member in family if runs(member)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

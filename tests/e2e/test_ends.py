@@ -61,7 +61,7 @@ def test_sigterm_drains_streams_and_exits_with_zero(base_dir: Path, tmp_path: Pa
     with served(place) as server:
         reader = Reader(server, key)
         server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while httpx.get(f"{server.url}/health/ready").status_code != 503:
             assert time.monotonic() < deadline
         with server.http(key) as client:

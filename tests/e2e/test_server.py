@@ -65,7 +65,7 @@ def push(harness: Harness, tenant: str, name: str, folder: Path) -> None:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if happened():
             return
         threading.Event().wait(0.01)

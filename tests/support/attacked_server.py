@@ -46,14 +46,14 @@ class Harness:
         """Assert that there is no new file and no new row (an earlier upload's files may still be removed)."""
         files, rows = self.kept()
         yield
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while (left := self.kept())[0] - files or left[1] != rows:
             assert time.monotonic() < until, (left[0] - files, left[1], rows)
             time.sleep(0.1)
 
     def soon_removed(self, content: bytes) -> None:
         """Assert that no file holds `content` (what an upload received may still be removed)."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while left := holding(self.place.folder, content):
             assert time.monotonic() < until, left
             time.sleep(0.1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +31,25 @@ class Running:
     loop: asyncio.AbstractEventLoop
 
 
+def _own_ports() -> Iterator[int]:
+    """Yield ports below those that the kernel gives to sockets, and that no other worker of pytest-xdist tries."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(10_000 + worker, 32_768, workers)
+    first = os.getpid() % len(ports)
+    return itertools.cycle([*ports[first:], *ports[:first]])
+
+
+_PORTS = _own_ports()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port for a server that starts later, and that nothing else takes in the meantime."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the ports never end")
 
 
 @contextmanager

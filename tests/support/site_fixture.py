@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -70,6 +73,17 @@ class Site:
 
         self.keys[name] = asyncio.run(make())
         return name
+
+    @contextmanager
+    def unanswered(self, tenant: str, body: dict[str, Any], **headers: str) -> Iterator[None]:
+        """Ask for a completion; its client leaves at the end of the block, whether or not it has an answer."""
+        url, content = httpx.URL(self.url), httpx.Request("POST", self.url, json=body).read()
+        lines = {"Host": url.netloc.decode(), "Authorization": f"Bearer {self.keys[tenant]}"} | headers
+        lines |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        with socket.create_connection((url.host, url.port)) as connection:
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content)
+            yield
 
     def openai(self, tenant: str = "acme") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=PATIENCE)

@@ -81,7 +81,7 @@ function Create({ onClose }: { onClose: () => void }) {
   const [epochs, setEpochs] = useState<string | number>("");
   const [multiplier, setMultiplier] = useState<string | number>("");
   const [rank, setRank] = useState<string | number>("");
-  const names = useModelNames(search === model ? "" : search);
+  const names = useModelNames(search === model ? "" : search) ?? [];
   const choices = (files.data?.data ?? []).map((one) => ({ value: one.id, label: one.filename }));
   async function create() {
     const hyperparameters = { ...(isPlain(epochs) && { n_epochs: epochs }), ...(isPlain(multiplier) && { learning_rate_multiplier: multiplier }) };

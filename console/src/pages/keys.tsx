@@ -58,7 +58,7 @@ function Make({ onClose }: { onClose: () => void }) {
   const queries = useQueryClient();
   const projects = useQuery({ queryKey: ["projects"], queryFn: () => unwrap(api.GET("/v1/projects")) });
   const [search, setSearch] = useState("");
-  const names = useModelNames(search);
+  const names = useModelNames(search) ?? [];
   return (
     <MakeKey
       title="Make a key"

@@ -47,7 +47,8 @@ interface Parameters {
 
 export default function Playground() {
   const { can, session } = useSession();
-  const names = useModelNames("");
+  const known = useModelNames("");
+  const names = known ?? [];
   const asked = new URLSearchParams(location.search).get("model");
   const [left, setLeft] = useState<string | null>(asked);
   const [right, setRight] = useState<string | null>(null);
@@ -148,6 +149,7 @@ export default function Playground() {
             key={side}
             side={side}
             names={names}
+            areNamesKnown={known !== undefined}
             model={chosen[place]!}
             setModel={side === "left" ? setLeft : setRight}
             parameters={parameters}
@@ -164,6 +166,7 @@ export default function Playground() {
 interface SideProperties {
   side: "left" | "right";
   names: string[];
+  areNamesKnown: boolean;
   model: string;
   setModel: (model: string | null) => void;
   parameters: Parameters;
@@ -172,11 +175,11 @@ interface SideProperties {
   noteRunning: (side: string, is: boolean) => void;
 }
 
-function Side({ side, names, model, setModel, parameters, run, stop, noteRunning }: SideProperties) {
+function Side({ side, names, areNamesKnown, model, setModel, parameters, run, stop, noteRunning }: SideProperties) {
   const [answer, setAnswer] = useState(NOTHING);
   const [search, setSearch] = useState("");
   const abort = useRef<AbortController | null>(null);
-  const found = useModelNames(search === model ? "" : search);
+  const found = useModelNames(search === model ? "" : search) ?? [];
   const options = [...new Set([model, search, ...found, ...names].filter(Boolean))].slice(0, MOST_MODELS);
 
   useEffect(() => {
@@ -203,6 +206,7 @@ function Side({ side, names, model, setModel, parameters, run, stop, noteRunning
           searchable
           allowDeselect={false}
           limit={50}
+          disabled={!areNamesKnown} // the model at first, which comes with the names, would replace what is typed by then
         />
         {answer.error ? (
           <Alert color="red" role="alert" className="answer">

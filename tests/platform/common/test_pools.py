@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from listening import until
 
 import loramux
 import loramux_adapters
@@ -91,9 +92,14 @@ async def test_blocked_work_of_one_tenant_leaves_threads_to_others(anyio_backend
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_cancelled_caller_keeps_its_thread_until_the_work_has_ended(anyio_backend: str) -> None:
     """Callers that leave in the middle could otherwise occupy every thread."""
-    pool, release = ThreadPool("test", 2, 1), threading.Event()
-    first = asyncio.create_task(pool.run("a", release.wait))
-    await asyncio.sleep(0.01)
+    pool, begun, release = ThreadPool("test", 2, 1), threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        release.wait()
+
+    first = asyncio.create_task(pool.run("a", block))
+    await until(begun.is_set)
     first.cancel()
     second = asyncio.create_task(pool.run("a", lambda: 1))
     await asyncio.sleep(0.05)
@@ -115,11 +121,11 @@ async def test_the_default_executor_has_shares_too(anyio_backend: str) -> None:
         release.wait()
 
     blocked = [asyncio.create_task(run_blocking("a", block, number)) for number in range(100)]
-    await asyncio.sleep(0.05)
     try:
+        await until(lambda: len(begun) == DEFAULT_PER_TENANT)
         async with asyncio.timeout(30):
             assert await run_blocking("b", lambda: 7) == 7
-        assert begun == list(range(DEFAULT_PER_TENANT))
+        assert sorted(begun) == list(range(DEFAULT_PER_TENANT))
     finally:
         release.set()
         await asyncio.gather(*blocked)

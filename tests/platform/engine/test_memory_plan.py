@@ -284,8 +284,8 @@ def test_engines_that_divide_a_card_load_one_after_the_other(monkeypatch, tmp_pa
     second = threading.Thread(target=load)
     with loading_alone(card, settings):
         second.start()
-        assert second_loads.wait(5 if engines == 1 else 0.2) == (engines == 1)
-    assert second_loads.wait(5)
+        assert second_loads.wait(60 if engines == 1 else 0.2) == (engines == 1)
+    assert second_loads.wait(60)
     second.join()
 
 

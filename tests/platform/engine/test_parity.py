@@ -95,7 +95,9 @@ def test_newer_family_preempted_and_cached_requests_answer_as_peft_does(zoo_of, 
     assert engine.stats().cached_tokens > cached
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     seed=st.integers(0, 10_000),
     arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),
@@ -127,7 +129,9 @@ RECIPE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(recipes=st.lists(RECIPE, min_size=1, max_size=3), seed=st.integers(0, 10_000))
 def test_any_ranks_and_targets_answer_as_peft_does(zoo_of, recipes: list[dict[str, object]], seed: int) -> None:
     zoo = zoo_of("llama")

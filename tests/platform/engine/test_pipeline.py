@@ -28,7 +28,9 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
         assert got[request.name] == zoo.answer(request), request
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     seed=st.integers(0, 10_000),
     arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),

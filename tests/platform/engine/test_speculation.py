@@ -443,7 +443,9 @@ def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str, 
     engine.close()
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     seed=st.integers(0, 10_000),
     arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),
@@ -511,7 +513,9 @@ def test_drafts_of_text_that_repeats_are_found_while_steps_run_ahead(zoo_of) -> 
 
 
 @ON_RANKS
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     seed=st.integers(0, 10_000),
     arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),

@@ -198,7 +198,7 @@ def test_install_on_another_rank_waits_for_the_steps_before_it() -> None:
     assert receive(ours) is None
     assert installed == [3]
     ours.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

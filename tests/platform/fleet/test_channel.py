@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
-from listening import Listening, asked, listening, until
+from listening import Listening, asked, listening, until, until_true
 from scripted_engine import FACTS
 
 from loramux.common.settings.file import Settings
@@ -140,15 +140,9 @@ def submit_from_a_process_that_is_stopped(engine: Listening) -> None:
     try:
         assert front.stdout is not None
         assert front.stdout.readline() == "submitted\n"
-        ended = threading.Event()
-        while "theirs" not in engine.worker.running:
-            assert not ended.wait(0.01)
+        until_true(lambda: "theirs" in engine.worker.told)
         front.send_signal(signal.SIGSTOP)
-        for _ in range(6000):
-            if not engine.worker.running:
-                return
-            ended.wait(0.01)
-        raise AssertionError("the request of the stopped front still runs")
+        until_true(lambda: not engine.worker.running)
     finally:
         front.kill()
         front.wait()

@@ -173,7 +173,9 @@ def expected(chosen: list[Event]) -> tuple[int, int, int, int]:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(recorded=events(), query=queries)
 def test_usage_buckets_add_up_to_settlements(url: str, recorded: list[Event], query: UsageQuery) -> None:
     async def scenario(harness: Harness) -> None:
@@ -198,7 +200,9 @@ def test_usage_buckets_add_up_to_settlements(url: str, recorded: list[Event], qu
     run(url, scenario, recorded)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(recorded=events())
 def test_usage_rows_add_up_to_settlements(url: str, recorded: list[Event]) -> None:
     async def scenario(harness: Harness) -> None:
@@ -340,7 +344,9 @@ def test_usage_query_with_a_bad_field_is_refused_by_its_name(field: str, wrong: 
 
 
 @given(page=st.from_regex(r"page_[0-9a-f]{1,11}_[0-9a-f]{1,11}", fullmatch=True))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_usage_query_with_an_invented_page_stays_in_bounds(sqlite_url: str, page: str) -> None:
     async def scenario(harness: Harness) -> None:
         with suppress(InvalidQuery):

@@ -156,7 +156,7 @@ def state_of(pid: int) -> str | None:
 
 def gone(pid: int) -> bool:
     """Wait until a process is gone without a trace; False if it stays, as a zombie or alive."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if state_of(pid) is None:
             return True

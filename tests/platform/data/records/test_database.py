@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import sqlalchemy as sa
+from listening import until
 
 from loramux.common.identity import ProjectId, TenantId
 from loramux.common.jobs import work_for
@@ -242,7 +243,7 @@ async def test_slow_statements_of_one_tenant_leave_connections_to_others(databas
     slow = [asyncio.create_task(hold("slow")) for _ in range(50)]
     most = SHARES[database.url.get_backend_name()][1]
     async with asyncio.timeout(30):
-        await asyncio.sleep(0.2)
+        await until(lambda: holding.count("slow") == most)
         other = asyncio.create_task(hold("other"))
         await others_turn.wait()
         async with database.read() as session:  # the server's own work

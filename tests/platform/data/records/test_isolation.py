@@ -155,7 +155,9 @@ class TwoTenants:
         assert all(row.tenant_id == self.ids[tenant] for row in rows)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(operations=operations)
 def test_repositories_never_return_another_tenants_row(url: str, operations: list[tuple[int, str, str, int]]) -> None:
     async def scenario() -> None:
