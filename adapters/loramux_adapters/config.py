@@ -236,12 +236,17 @@ RESTORE = (
 )
 _NO_BIAS = "Train with bias='none'; lora_bias=true is served."
 
+_LOFTQ = Unsupported(
+    "LoftQ replaces the base's weights by quantised ones, and PEFT cannot convert such an adapter.",
+    "Train it without, or start with peft.replace_lora_weights_loftq on a 4-bit base: its adapter is an ordinary LoRA.",
+)
+
 UNSUPPORTED_FIELDS: Mapping[str, Unsupported] = {
     "layer_replication": Unsupported(
         "It builds a deeper model than the base that is served.", "Train on the base's own layers."
     ),
     "use_qalora": Unsupported("QALoRA pools the inputs of a quantised base.", _RETRAIN),
-    "loftq_config": Unsupported("LoftQ replaces the base's weights by quantised ones.", _RETRAIN),
+    "loftq_config": _LOFTQ,
     "kasa_config": Unsupported("KaSA truncates the base's weights and adds a diagonal between A and B.", _RETRAIN),
     "monteclora_config": Unsupported("MonteCLoRA adds sampled perturbations to A.", _RETRAIN),
     "velora_config": Unsupported(
@@ -324,7 +329,7 @@ ignores."""
 
 HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
 """Tasks whose adapters are trained on the base without its output head."""
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
 _LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
 
@@ -443,7 +448,10 @@ def _check_initialisation(value: Any) -> None:
     name = str(value)[:40].lower()
     if name in _LEAVES_THE_BASE:
         return
-    if name.startswith(_CHANGES_THE_BASE):
+    if name == "loftq":
+        reason = f"init_lora_weights is 'loftq'. {_LOFTQ.reason} {_LOFTQ.way_out}"
+        raise ConfigRejected("field_unsupported", "init_lora_weights", reason)
+    if name.replace("-", "_").startswith(_CHANGES_THE_BASE):  # ms-swift writes lora-ga
         reason = f"init_lora_weights is {name!r}, which changes the base's own weights. {RESTORE}"
         raise ConfigRejected("field_unsupported", "init_lora_weights", reason)
     raise ConfigRejected(

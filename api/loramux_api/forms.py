@@ -17,7 +17,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from loramux.catalog.uploads.parts import paced
-from loramux.common.bundle import SOURCES, is_ignored, misplaced
+from loramux.common.bundle import SOURCES, explain_absence, is_ignored, misplaced
 from loramux.common.jobs import Threads
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux.serving.errors import InvalidRequest
@@ -215,8 +215,12 @@ class AdapterForm(Form):
         name, base_model = self.names[:2]
         for part in (name, CONFIG_FILE, WEIGHTS_FILE):
             if not self._seen.get(part):
+                nested = any("/" in file for file in self.ignored)
+                way_out = explain_absence(self.ignored, "send its files by their names without the folder")
                 raise InvalidRequest(
-                    f"'{part}' is missing or empty: {self.how}.", field=part, code="missing_required_parameter"
+                    f"'{part}' is missing or empty: {self.how}.{f' {way_out}' if nested else ''}",
+                    field=part,
+                    code="missing_required_parameter",
                 )
         self.name, self.base_model = self._text(name), self._text(base_model) or None
 

@@ -65,7 +65,8 @@ _IGNORED = re.compile(
     | \.git(attributes|ignore)
     | training_args\.(bin|json) | trainer_state\.json | (all|train|eval)_results\.json
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
-    | (global_step\d+|checkpoint-\d+|runs|logs|wandb)(/.*)?
+    | global_step\d+ | checkpoint-\d+ | runs | logs | wandb
+    | .+/.*                                                 # other adapters and states of the run, in folders within
     | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
     | adapter_model\.pt                                     # torchtune's second copy, in its own form
     | additional_config\.json | args\.json | configuration\.json | Modelfile | checkpoint_complete
@@ -74,7 +75,6 @@ _IGNORED = re.compile(
     re.VERBOSE,
 )
 _SHARD = re.compile(r"(.*/)?adapter_model(-\d+-of-\d+\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)")
-_OF_ADAPTER = re.compile(r"(?P<folder>.+)/adapter_(config\.json|model\.(safetensors|bin))")
 _MLX = re.compile(r"(.*/)?(\d+_)?adapters\.(safetensors|npz)")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
 
@@ -153,7 +153,7 @@ NO_BUNDLE = Bundle()
 
 
 def is_ignored(name: str) -> bool:
-    """Return whether a file of a trainer's folder means nothing for serving."""
+    """Return whether a file of a trainer's folder means nothing for serving, unless it is one of SOURCES."""
     return _IGNORED.fullmatch(name) is not None
 
 
@@ -172,11 +172,6 @@ def misplaced(names: Iterable[str]) -> str | None:
             return (
                 f"{shown} is a part of a sharded adapter, and an adapter is one file here: load it with PEFT and "
                 "save it with save_pretrained, which writes one adapter_model.safetensors."
-            )
-        if (found := _OF_ADAPTER.fullmatch(name)) is not None:
-            return (
-                f"{shown} is in a folder of its own: PEFT saves an adapter with another name than 'default', and some "
-                f"trainers save every adapter, in a subfolder. Upload the files of '{found['folder'][:80]}' alone."
             )
         if _MLX.fullmatch(name) is not None:
             return (

@@ -24,7 +24,7 @@ from loramux.catalog.uploads.errors import InvalidUpload, TooManyUploads, Upload
 from loramux.catalog.uploads.imports import Source, check_source, encode_source
 from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.parts import PartReceiver, folder_of, visible
-from loramux.common.bundle import SOURCES, is_ignored, is_pickled, misplaced
+from loramux.common.bundle import SOURCES, explain_absence, is_ignored, is_pickled, misplaced
 from loramux.common.identity import Principal, new_id
 from loramux.common.settings.serving import AdapterLimits, UploadSettings
 from loramux.common.units import SECOND
@@ -197,7 +197,7 @@ class UploadSessions:
             source=source,
             base_model=request.base_model,
             state=UPLOADING if source is None else VALIDATING,
-            files=self._checked_files(taken) if source is None else (),
+            files=self._checked_files(taken, ignored) if source is None else (),
             submitter=None if source is None else _submitter(principal),
             ignored=(*ignored, *request.ignored),
             outcome=UploadOutcome(),
@@ -239,12 +239,13 @@ class UploadSessions:
             return None
         return encode_source(check_source(request.source, principal, self._settings))
 
-    def _checked_files(self, files: Mapping[str, AnnouncedFile]) -> tuple[UploadFile, ...]:
+    def _checked_files(self, files: Mapping[str, AnnouncedFile], ignored: Iterable[str]) -> tuple[UploadFile, ...]:
         if (reason := misplaced(files)) is not None:
             raise InvalidUpload(reason, "files")
         for name in FILES:
             if name not in files:
-                raise InvalidUpload(f"'{name}' is missing: an adapter is {' and '.join(FILES)}", "files")
+                way_out = explain_absence((*files, *ignored), "announce its files by their names without the folder")
+                raise InvalidUpload(f"'{name}' is missing. {way_out}", "files")
         limits = max_bytes(self._limits)
         for name, file in files.items():
             if name not in limits:

@@ -7,6 +7,7 @@ bases and an upload names none, the choice uses the same checks to find the base
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -107,7 +108,7 @@ def _found(examined: ExaminedAdapter, document: Mapping[str, Any], base: BaseDes
 
 def _warnings(examined: ExaminedAdapter, served: FilesSetup) -> Iterator[ReportWarning]:
     claimed = examined.config.base_model_name_or_path
-    if claimed and not is_name_of(served.base_names, claimed):
+    if claimed and not is_copy_of(served.base_names, claimed):
         yield ReportWarning(
             code="base_name_differs",
             field="base_model_name_or_path",
@@ -150,8 +151,26 @@ def is_name_of(names: Iterable[str], claimed: str | None) -> bool:
     return claimed is not None and _last(claimed) in map(_last, names)
 
 
+def is_copy_of(names: Iterable[str], claimed: str | None) -> bool:
+    """Return whether `claimed` is one of these names, or both name copies of one base that differ in quantization."""
+    return claimed is not None and _unquantized(claimed) in map(_unquantized, names)
+
+
+_CACHED = re.compile(r".*(?:^|/)models--(?:[^/]+?--)?(?P<name>[^/]+)/snapshots/[^/]+")
+"""The Hugging Face cache's folder of a model: `models--Qwen--Qwen3-0.6B/snapshots/COMMIT`."""
+_QUANTIZED = re.compile(r"(-unsloth)?-(bnb-[48]bit|awq|gptq|(gptq-)?int[48]|fp8)\Z")
+"""Ends of the names of quantized copies: unsloth trains on its own ones, `Qwen3-8B-unsloth-bnb-4bit` for Qwen3-8B."""
+
+
 def _last(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].lower()
+    path = name.replace("\\", "/").rstrip("/")  # of Windows too
+    cached = _CACHED.fullmatch(path)
+    last = path.rpartition("/")[2] if cached is None else cached["name"]
+    return last.replace("___", ".").lower()  # ModelScope's cache writes Qwen2.5 as Qwen2___5
+
+
+def _unquantized(name: str) -> str:
+    return _QUANTIZED.sub("", _last(name))
 
 
 def prepare_choice(_: bytes) -> Callable[[bytes], bytes]:
@@ -166,11 +185,12 @@ def choose(job: ChoiceJob) -> ValidationReport:
     """
     claimed, served = claimed_base(Path(job.files.folder)), job.bases
     named = [name for name, setup in served.items() if is_name_of(setup.base_names, claimed)]
-    if len(named) == 1:
-        return ValidationReport(checks=(), base_model=named[0])
     retired = None if named else next((base for base in job.retired if is_name_of(base.names, claimed)), None)
     if retired is not None:
         return _refused("base_model_retired", retired.message)
+    named = named or [name for name, setup in served.items() if is_copy_of(setup.base_names, claimed)]
+    if len(named) == 1:
+        return ValidationReport(checks=(), base_model=named[0])
     reports = {name: examine(job.files, served[name]) for name in named or served}
     fitting = [name for name, report in reports.items() if report.refusal is None]
     if len(fitting) == 1:
