@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import msgspec
 from litestar import MediaType, Response
@@ -143,6 +143,8 @@ T = TypeVar("T")
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DELTAS_A_TURN = 32
 """Number of deltas for which the reader of an answer that is sent whole is woken."""
+BODY_PIECE = 256 << 10
+"""Maximum bytes of a body that are handed to the ASGI server at once."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -196,15 +198,14 @@ async def respond(request: AnyRequest, answer: Answer, writer: Writer, *, stream
             await run_while_connected(request, answer.started())
             return AnswerStream(answer, writer)
         await run_while_connected(request, _collect(answer, writer))
+        await writer.finish(answer.usage)
+        return WholeAnswer(answer, _encode(writer.whole(answer.usage)))
     except ClientDisconnected:
         answer.abandon()
         return Response(None, status_code=CLIENT_CLOSED_REQUEST)
     except BaseException:
         answer.abandon()
         raise
-    await writer.finish(answer.usage)
-    whole = _encode(writer.whole(answer.usage))
-    return Response(whole, media_type=MediaType.JSON, headers=answer_headers(answer))
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
@@ -312,22 +313,50 @@ class AnswerStream(Stream):
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
         """Wrap Litestar's own response, because a generator that never started cannot clean up after itself."""
-        response = super().to_asgi_response(*args, **kwargs)
+        return _abandoning(self._answer, super().to_asgi_response(*args, **kwargs))
 
-        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            send_event = body_sender(scope, send)
 
-            try:
-                async with ReaderLimit(scope) as reader:
+class WholeAnswer(Response[bytes]):
+    """An answer in one piece, which counts in its tenant's memory until the client has taken it."""
 
-                    async def send_part(message: Message) -> None:
-                        await reader.take((send_event if message.get("more_body") else send)(message))
+    def __init__(self, answer: Answer, content: bytes) -> None:
+        super().__init__(content, media_type=MediaType.JSON, headers=answer_headers(answer))
+        self._answer = answer
 
-                    await response(scope, receive, send_part)
-            finally:
-                self._answer.abandon()
+    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
+        """Wrap Litestar's own response, which would wait for its client without a limit."""
+        return _abandoning(self._answer, super().to_asgi_response(*args, **kwargs))
 
-        return watched
+
+def _abandoning(answer: Answer, response: ASGIApp) -> ASGIApp:
+    """Return a response that abandons its answer at its end, and that ends if its client takes nothing."""
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        send_event = body_sender(scope, send)
+
+        try:
+            async with ReaderLimit(scope) as reader:
+
+                async def send_part(message: Message) -> None:
+                    for part in _in_pieces(message):
+                        await reader.take((send_event if part.get("more_body") else send)(part))
+
+                await response(scope, receive, send_part)
+        finally:
+            answer.abandon()
+
+    return watched
+
+
+def _in_pieces(message: Message) -> Iterator[Message]:
+    """Divide a long body, so that its sender sees whether the client takes it."""
+    if message["type"] != "http.response.body" or len(message["body"]) <= BODY_PIECE:
+        yield message
+        return
+    body = message["body"]
+    for begin in range(0, len(body), BODY_PIECE):
+        has_more = begin + BODY_PIECE < len(body) or message["more_body"]
+        yield cast(Message, {**message, "body": body[begin : begin + BODY_PIECE], "more_body": has_more})
 
 
 async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
@@ -335,7 +364,12 @@ async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
     frames = [writer.frame(event) for event in writer.opening()]
     try:
         while deltas := await answer.read():
-            frames += [writer.frame(event) for delta in deltas for event in writer.chunk(delta)]
+            for delta in deltas:
+                for event in writer.chunk(delta):
+                    frames.append(writer.frame(event))
+                    if len(frames[-1]) > BODY_PIECE:  # events that repeat all log probabilities are not joined
+                        yield b"".join(frames)
+                        frames = []
             if frames:
                 yield b"".join(frames)
                 frames = []

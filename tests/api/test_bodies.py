@@ -331,7 +331,7 @@ def test_answer_before_the_end_of_a_long_body_closes_the_connection(
 def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site.server.app.state.platform.memory, "_per_tenant", 300_000)
+    monkeypatch.setattr(site.server.app.state.platform.memory, "per_tenant", 300_000)
     held = []
     for _ in range(2):
         connection = connect(site)

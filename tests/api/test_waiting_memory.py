@@ -130,7 +130,7 @@ def test_a_tenant_beyond_its_memory_waits_and_others_do_not(
     site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = site.server.app.state.platform.memory
-    monkeypatch.setattr(memory, "_per_tenant", 3 * MIB)
+    monkeypatch.setattr(memory, "per_tenant", 3 * MIB)
     file = upload(client, b"x" * (8 * MIB))
     readers = [reader(site, file) for _ in range(6)]
     try:

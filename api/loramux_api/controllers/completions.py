@@ -188,7 +188,8 @@ class CompletionWriter(Writer):
     def chunk(self, delta: Delta) -> Iterable[TextCompletion]:
         """Return the event for a delta; none if the delta contains nothing that the client requested."""
         self._num_tokens += len(delta.token_ids)
-        self._prompt_scores[delta.index] += delta.prompt_logprobs
+        if delta.index not in self._begun:
+            self._prompt_scores[delta.index] += delta.prompt_logprobs
         delta = msgspec.structs.replace(delta, logprobs=asked_logprobs(delta, self._body))
         if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
             return
@@ -196,7 +197,7 @@ class CompletionWriter(Writer):
         if delta.index in self._begun:
             choice.prompt_token_ids = UNSET
         else:
-            self._repeat_prompt(choice, self._prompt_scores[delta.index])
+            self._repeat_prompt(choice, self._prompt_scores.pop(delta.index))
         self._begun.add(delta.index)
         yield self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
 

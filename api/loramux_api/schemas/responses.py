@@ -321,6 +321,7 @@ def to_request(body: ResponseBody, history: Sequence[InputItem] = ()) -> Generat
             kind="resp_",
             model=body.model,
             is_streamed=bool(body.stream),
+            repeats_logprobs=with_logprobs,
             prompts=(_conversation(body, history),),
             sampling=sampling_params(shared, (body.top_logprobs or 0) if with_logprobs else None),
             left_out=left_out(shared),

@@ -422,18 +422,16 @@ class BatchRun:
         tags = parsed.request.tags or self._batch.tags
         request = replace(parsed.request, service_tier="batch", claim=claim, tags=tags)
         answer: Answer = await self._server.completions.begin(principal, request)
-        writer = parsed.writer(answer)
         try:
+            writer = parsed.writer(answer)
             await answer.started()
             place.note_started()
             async for delta in answer:
                 writer.collect(delta)
-        except asyncio.CancelledError:
-            answer.abandon()  # the request continues to its end, and its answer is stored
-            raise
-        body = writer.whole(answer.usage)
-        response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
-        return self._written(number, custom_id, "answered", response=response, timing=answer.timing)
+            response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=writer.whole(answer.usage))
+            return self._written(number, custom_id, "answered", response=response, timing=answer.timing)
+        finally:
+            answer.abandon()  # a cancelled line's request continues to its end, and its answer is stored
 
     def _refused(self, number: int, custom_id: str | None, error: LoramuxError) -> LineOutcome:
         body = self._endpoint.error_body(error)

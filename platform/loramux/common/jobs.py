@@ -152,7 +152,8 @@ class TenantSlots:
 
     def __init__(self, total: int, per_tenant: int) -> None:
         self._free = total
-        self._per_tenant = min(per_tenant, total)
+        self.per_tenant = min(per_tenant, total)
+        """Units that one tenant may hold."""
         self._held: Counter[str] = Counter()
         self._numbers = count()
         self._waiting: dict[tuple[str, int], OrderedDict[int, asyncio.Future[None]]] = {}
@@ -210,10 +211,10 @@ class TenantSlots:
         return self._held.get(tenant, 0)
 
     def _capped(self, units: int) -> int:
-        return min(units, self._per_tenant)
+        return min(units, self.per_tenant)
 
     def _fits(self, tenant: str, units: int) -> bool:
-        return self.held_by(tenant) + units <= self._per_tenant
+        return self.held_by(tenant) + units <= self.per_tenant
 
     def _take(self, tenant: str, units: int) -> None:
         self._free -= units
@@ -253,15 +254,27 @@ class HeldUnits:
 
     def try_add(self, units: int) -> bool:
         """Take more units, if the tenant may hold them; return whether they are taken."""
+        units = min(units, self.most)
         is_taken = self._slots.try_acquire(self._tenant, units)
         self._held += units if is_taken else 0
         return is_taken
 
-    def release(self) -> None:
-        """Return the units."""
-        held, self._held = self._held, 0
-        if held:
-            self._slots.release(self._tenant, held)
+    @property
+    def most(self) -> int:
+        """Units that the tenant may hold."""
+        return self._slots.per_tenant
+
+    @property
+    def is_all(self) -> bool:
+        """True if the tenant holds no other units."""
+        return self._held == self._slots.held_by(self._tenant)
+
+    def release(self, units: int | None = None) -> None:
+        """Return so many units; None: all units."""
+        units = self._held if units is None else units
+        self._held -= units
+        if units:
+            self._slots.release(self._tenant, units)
 
 
 class ThreadPool:

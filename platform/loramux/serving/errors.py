@@ -11,6 +11,7 @@ ServingError(message, field, code)
 ├── Unavailable          not now: try again after `retry_after` seconds: 503
 │   ├── Draining         this server is being stopped
 │   ├── EngineDown       the engine has died
+│   ├── TooManyAnswers   the tenant's answers hold as much memory as they may: 429
 │   └── OverCapacity     it would miss its deadline, or has missed it: 429
 ├── InvalidBase          a base model that cannot be added as it is described: 400
 ├── UnknownBase          no base model has this name: 404
@@ -149,6 +150,13 @@ class EngineDown(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("The engine has stopped and is being restarted. Please retry.")
+
+
+class TooManyAnswers(Unavailable):
+    """The tenant's answers that are not sent yet hold as much memory as they may."""
+
+    code = "too_many_answers"
+    status = HTTPStatus.TOO_MANY_REQUESTS
 
 
 class OverCapacity(Unavailable):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -33,6 +33,7 @@ from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.errors import AdapterNotLoaded, EngineDown, GenerationFailed, InvalidRequest, ServingError
 from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer
 from loramux.serving.output import Choice, OutputProcessor
+from loramux.serving.unread import AnswerMemory, UnreadDeltas
 
 logger = logging.getLogger(__name__)
 
@@ -46,50 +47,6 @@ TOKENS_A_CHOICE = 200
 MAX_UNREAD = 65_536
 """Maximum number of deltas that may wait for their reader. A reader that is slower is treated as disconnected.
 """
-
-
-class UnreadDeltas:
-    """The deltas that the reader of an answer has not taken yet. The reader is woken once, however many have come."""
-
-    def __init__(self) -> None:
-        self._deltas: list[Delta] = []
-        self._is_over = False
-        self._error: LoramuxError | None = None
-        self._wanted = 1
-        self._reading: asyncio.Future[None] | None = None
-        """Set while the reader waits for `_wanted` deltas or the end."""
-
-    def __len__(self) -> int:
-        return len(self._deltas)
-
-    def put(self, delta: Delta) -> None:
-        """Add one."""
-        self._deltas.append(delta)
-        if self._reading is not None and len(self._deltas) >= self._wanted:
-            self._wake()
-
-    def end(self, error: LoramuxError | None) -> None:
-        """Let nothing follow but `error`; if there is one already, that one stays."""
-        self._error = self._error or error
-        self._is_over = True
-        self._wake()
-
-    async def read(self, least: int) -> list[Delta]:
-        """See `Answer.read`. There is one reader."""
-        if len(self._deltas) < least and not self._is_over:
-            self._wanted, self._reading = least, asyncio.get_running_loop().create_future()
-            try:
-                await self._reading
-            finally:
-                self._reading = None
-        deltas, self._deltas = self._deltas, []
-        if not deltas and self._error is not None:
-            raise self._error
-        return deltas
-
-    def _wake(self) -> None:
-        if self._reading is not None and not self._reading.done():
-            self._reading.set_result(None)
 
 
 class Generation:
@@ -121,10 +78,10 @@ class Generation:
         choices: list[Choice],
         engines: EngineGroup,
         usage: UsageService,
+        memory: AnswerMemory,
         *,
         is_streamed: bool,
         prompt_texts: list[PromptText] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = opened.id
         self.model = opened.version or opened.model
@@ -155,13 +112,16 @@ class Generation:
         self._choices = choices
         self._engines = engines
         self._usage = usage
-        self._clock = clock
-        self.began = clock()
+        self._clock = time.monotonic
+        self.began = self._clock()
         """Time just after the admission, by a monotonic clock."""
         self._keeps_answer = opened.claim is not None
         self._kept: list[Delta] = []
-        """All deltas, kept if an idempotency key or an observer needs the answer."""
+        """All deltas, kept if an idempotency key or an observer needs the answer. An observer needs no log
+        probabilities.
+        """
         self._unread = UnreadDeltas()
+        self._memory = memory
         self._started = asyncio.Event()
         self._num_running = len(choices)
         self._submitted = False
@@ -175,6 +135,7 @@ class Generation:
         self._failure: LoramuxError | None = None
         self._abort_reason: LoramuxError | None = None
         self.task = asyncio.create_task(self._run(), name=self.id)
+        self.task.add_done_callback(lambda _: self._free_memory())
 
     @property
     def tenant(self) -> str:
@@ -245,10 +206,12 @@ class Generation:
         """Wait for `least` deltas or the end, and return all that have come since the last call; none after the end.
 
         Raises the error with which the answer ended, once its deltas have been read. A token is never delayed for the
-        next one if `least` is 1: only a reader that is slower than the engine gets
-        several deltas.
+        next one if `least` is 1: only a reader that is slower than the engine gets several deltas.
         """
-        return await self._unread.read(least)
+        self._memory.note_taken()
+        deltas = await self._unread.read(least)
+        self._memory.note_read(deltas)
+        return deltas
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while deltas := await self.read():
@@ -260,12 +223,18 @@ class Generation:
         self._keeps_answer = True
 
     def abandon(self) -> None:
-        """Free the engine's pages and settle the tokens so far, because the reader has left. After the end the call has
-        no effect.
+        """Free the engine's pages and settle the tokens so far, because the reader has left. After the end the call
+        only frees the answer's memory.
         """
         self._left = True
         if self.opened.claim is None:
             self._stop()
+        self._free_memory()
+
+    def _free_memory(self) -> None:
+        """Give the memory back after the end, once the reader has left."""
+        if self._left and self.task.done():
+            self._memory.release()
 
     def abort(self, reason: LoramuxError) -> None:
         """End the request because of a fault of the server. The reader gets `reason`, and the request is free of
@@ -339,7 +308,9 @@ class Generation:
             raise EngineDown
         if event.prompt_logprobs is not None:
             assert isinstance(choice.output, OutputProcessor), "only answers have them"
-            choice.output.add_prompt_logprobs(event.prompt_logprobs)
+            scores = choice.output.add_prompt_logprobs(event.prompt_logprobs)
+            if not self._memory.add_prompt(choice.output.index, scores):
+                self._end_for_memory()
             return
         try:
             delta = choice.output.push(event)
@@ -351,6 +322,9 @@ class Generation:
             return
         if event.pooled is None or event.is_pooled:
             self._note_token(choice)
+        if not self._memory.add(delta):
+            self._end_for_memory()
+            return
         is_finished = choice.output.finish_reason is not None and self._finished
         if is_finished:
             choice.last = delta  # it is sent with the finish reason
@@ -360,6 +334,14 @@ class Generation:
             self._engines.cancel(choice.request.id)
             if is_finished:
                 self._limit_wait()
+
+    def _end_for_memory(self) -> None:
+        """End the request, because the tenant's answers may hold no more memory. Like a reader that leaves, the caller
+        pays for what it could read.
+        """
+        self._left = True
+        self._stop()
+        self._unread.end(self._memory.refusal())
 
     def _note_token(self, choice: Choice) -> None:
         now = self._clock()
@@ -423,7 +405,7 @@ class Generation:
 
     def _put(self, delta: Delta) -> None:
         if self._keeps_answer:
-            self._kept.append(delta)
+            self._kept.append(delta if self.opened.claim is not None else _without_logprobs(delta))
         if not self._left:
             self._unread.put(delta)
             if len(self._unread) > MAX_UNREAD:
@@ -436,7 +418,7 @@ class Generation:
     @property
     def _is_lost(self) -> bool:
         """Return whether the answer is sent whole and its reader left before it was recorded."""
-        is_kept = self._is_streamed or self.opened.claim is not None
+        is_kept = self._is_streamed or (self.opened.claim is not None and not self._stopped)
         return self._left and not is_kept and self.status != "completed"
 
     @property
@@ -453,6 +435,12 @@ class Generation:
         if self.opened.claim is None or self.status != "completed":
             return None
         return encode_answer(self, [*self._kept, *self._ends()])
+
+
+def _without_logprobs(delta: Delta) -> Delta:
+    if not (delta.logprobs or delta.unshown_logprobs or delta.prompt_logprobs):
+        return delta
+    return msgspec.structs.replace(delta, logprobs=(), unshown_logprobs=(), prompt_logprobs=())
 
 
 def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:

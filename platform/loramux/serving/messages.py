@@ -6,6 +6,7 @@ Answer -> Delta, Delta, ... -> the Deltas with the finish reasons, after the usa
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from loramux.common.bundle import ProblemType
+from loramux.common.jobs import HeldUnits
 from loramux.common.units import TokenCounts
 from loramux.constraints.formats import AnswerFormat
 from loramux.constraints.tools import ToolUse
@@ -159,6 +161,8 @@ class GenerationRequest:
     model: str
     is_streamed: bool
     """True if the caller reads tokens when they are generated. Otherwise it gets the whole answer or no part of it."""
+    repeats_logprobs: bool = False
+    """True if a stream sends all log probabilities once more at its end."""
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     """Sampling parameters; max_tokens is set per prompt, and the seed per choice."""
@@ -309,6 +313,10 @@ class Timing(msgspec.Struct, frozen=True):
     """Seconds from the end of the wait to the answer's end."""
 
 
+MAX_READ = 128
+"""Maximum number of deltas of one read, which are written in a few milliseconds."""
+
+
 class Answer(Protocol):
     """The reader's side of a request: a Generation, or a Replay of one."""
 
@@ -340,7 +348,8 @@ class Answer(Protocol):
         """Wait for the first delta or the end. Raises the error with which the request failed."""
 
     async def read(self, least: int = 1) -> Sequence[Delta]:
-        """Wait for `least` deltas or the end, and return all that have come since the last call; none after the end.
+        """Wait for `least` deltas or the end, and return those that have come since the last call, at most MAX_READ.
+        Returns none after the end.
 
         Raises the error with which the answer ended, once its deltas have been read.
         """
@@ -348,7 +357,9 @@ class Answer(Protocol):
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def abandon(self) -> None:
-        """Stop the request because its reader has left. After the end the call has no effect."""
+        """Stop the request because its reader has left. After the end the call gives the answer's memory back, so every
+        reader ends with it.
+        """
 
 
 class KeptDelta(Delta, frozen=True, kw_only=True, array_like=True):
@@ -377,7 +388,9 @@ class Replay:
 
     replayed = True
 
-    def __init__(self, answered: StoredAnswer, base_model: str) -> None:
+    def __init__(self, answered: StoredAnswer, base_model: str, memory: HeldUnits) -> None:
+        """`memory`: the memory of the decoded answer."""
+        self._memory = memory
         kept = msgspec.msgpack.decode(answered.answer, type=KeptAnswer)
         self.id = answered.request_id
         self.model = kept.model
@@ -401,16 +414,19 @@ class Replay:
         """Return at once."""
 
     async def read(self, least: int = 1) -> Sequence[Delta]:  # noqa: ARG002 - all have come
-        """Return all deltas at the first call."""
-        deltas, self._deltas = self._deltas, ()
+        """Return the next deltas: so few that other requests get their turn."""
+        await asyncio.sleep(0)
+        deltas, self._deltas = self._deltas[:MAX_READ], self._deltas[MAX_READ:]
         return deltas
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        for delta in await self.read():
-            yield delta
+        while deltas := await self.read():
+            for delta in deltas:
+                yield delta
 
     def abandon(self) -> None:
-        """Do nothing, because no request runs."""
+        """Give the memory back."""
+        self._memory.release()
 
 
 def _divided(wholes: Sequence[Delta]) -> list[Delta]:

@@ -136,9 +136,9 @@ class OutputProcessor:
         found, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return msgspec.structs.replace(delta, prompt_logprobs=found)
 
-    def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
-        """Keep log probabilities of the prompt for the first delta. An engine that starts the prompt again replaces
-        them.
+    def add_prompt_logprobs(self, found: PromptLogprobs) -> Sequence[PromptTokenLogprob]:
+        """Keep log probabilities of the prompt for the first delta, and return those of this event. An engine that
+        starts the prompt again replaces them.
         """
         del self._prompt_logprobs[found.start - 1 :]
         for place, one in enumerate(found.tokens, start=found.start):
@@ -150,6 +150,7 @@ class OutputProcessor:
                     top=tuple((self._tokenizer.token(top.token_id), top.logprob) for top in one.top),
                 )
             )
+        return self._prompt_logprobs[found.start - 1 :]
 
     @property
     def is_answered(self) -> bool:

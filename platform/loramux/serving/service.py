@@ -19,6 +19,7 @@ from loramux.catalog.registry.resolver import ModelResolver, ResolvedModel
 from loramux.catalog.validation.rendering import TemplateRenderer
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.jobs import HeldUnits, TenantSlots
 from loramux.common.settings.serving import ClassDeadlines
 from loramux.common.units import TokenCounts
 from loramux.data.entities import ServiceTier
@@ -45,7 +46,7 @@ from loramux.serving.checks import (
     recorded_user,
     service_class_of,
 )
-from loramux.serving.errors import Draining, EngineDown, InvalidRequest
+from loramux.serving.errors import Draining, EngineDown, InvalidRequest, TooManyAnswers
 from loramux.serving.formats import Format, Formats
 from loramux.serving.generation import Generation
 from loramux.serving.images import ImageReader
@@ -55,10 +56,15 @@ from loramux.serving.messages import (
     Replay,
 )
 from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
+from loramux.serving.unread import AnswerMemory
 
 ENDS = ("completed", "cancelled", "failed", "refused", "replayed")
 _SEEDS = 2**63
 """Modulus of seeds."""
+ANSWER_BYTES, ANSWER_BYTES_OF_TENANT = 768 << 20, 192 << 20
+"""Maximum bytes of answers that are not sent yet, of all tenants and of one (`serving.unread` counts them)."""
+REPLAY_BYTES = 10
+"""Bytes of a decoded and written answer for each of its stored bytes."""
 
 
 @dataclass(slots=True)
@@ -105,6 +111,7 @@ class CompletionService:
         self._images = images
         self._deadlines = deadlines or ClassDeadlines()
         self._reader = RequestReader(bases, resolver, self._formats, images)
+        self._memory = TenantSlots(ANSWER_BYTES, ANSWER_BYTES_OF_TENANT)
         self._running: set[Generation] = set()
         self._opening: Counter[str] = Counter()
         """Number of requests whose admission is awaited, by tenant. Lines of batches and shadows are not counted by
@@ -182,14 +189,18 @@ class CompletionService:
             self.ensure_accepting()
             opened = self._opened(principal, read, id)
             outcome = await self._open(opened)
+            memory = HeldUnits(self._memory, principal.tenant)
             if isinstance(outcome, StoredAnswer):
-                return Replay(outcome, read.base.name)
+                if not memory.try_add(REPLAY_BYTES * len(outcome.answer)):
+                    raise TooManyAnswers("Too many stored answers of yours are repeated at once. Please send fewer.")
+                return Replay(outcome, read.base.name, memory)
             generation = Generation(
                 opened,
                 outcome,
                 _choices(read, _template(principal, read, id, service_class, now() - began)),
                 read.base.engines,
                 self._usage,
+                AnswerMemory(memory, asked),
                 is_streamed=asked.is_streamed,
                 prompt_texts=read.echoed,
             )
