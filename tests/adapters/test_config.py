@@ -126,6 +126,13 @@ def test_config_initialisation_that_changes_the_base_is_refused(value: Any) -> N
     assert "changes the base" in refusal.message
 
 
+def test_config_loftq_is_refused_without_the_conversion_that_peft_lacks_for_it() -> None:
+    refusal = refuse({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}})
+    assert (refusal.code, refusal.field) == ("field_unsupported", "init_lora_weights")
+    assert "replace_lora_weights_loftq" in refusal.message
+    assert "path_initial_model" not in refusal.message
+
+
 @pytest.mark.parametrize("value", ["magic", "", 1, ["pissa"]])
 def test_config_unknown_initialisation_is_refused(value: Any) -> None:
     refusal = refuse({"init_lora_weights": value})
