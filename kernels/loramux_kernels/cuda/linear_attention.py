@@ -48,6 +48,9 @@ CONVOLVED_ROWS = 8
 SMALL_PROGRAMS = 8
 """Programs of `convolve` and `step` on a multiprocessor: their loads must overlap."""
 
+CONVOLVE_PROGRAMS = 3
+"""Programs of `convolve` that the registers suffice for in any case, if each convolves several rows at a time."""
+
 CHUNK_PROGRAMS = 2
 """Programs of `solve` and `scan` on a multiprocessor."""
 
@@ -146,7 +149,9 @@ def _convolve_launch(
         "BLOCK_ROWS": height,
     }
     grid = (resident_programs(items.work.device, SMALL_PROGRAMS),)
-    return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 4, num_stages=1)
+    if height == 1:
+        return Launch(_convolve_heads, grid, arguments, num_warps=1, num_stages=1)
+    return Launch(_convolve_heads, grid, arguments, num_warps=4, num_stages=1, programs=CONVOLVE_PROGRAMS)
 
 
 def _step_launch(items: WorkList, weights: StateWeights, shared: dict[str, Any], out: torch.Tensor) -> Launch:
@@ -166,17 +171,21 @@ def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor
 def _scan_launch(
     items: WorkList, weights: StateWeights, shared: dict[str, Any], between: torch.Tensor, out: torch.Tensor
 ) -> Launch:
+    is_exact = out.dtype == torch.float32
     arguments = {name: shared[name] for name in _SCANNED} | {
         "corrected": between[0],
         "scores": between[-1],
         "skip": weights.skip,
         "out": out,
         "work": items.work,
-        "COLUMNS": VALUE_COLUMNS,
-        "PRECISION": "ieee" if out.dtype == torch.float32 else "tf32",
+        # Without tensor cores, operands take registers of each thread that reads them.
+        "COLUMNS": VALUE_COLUMNS // 2 if is_exact else VALUE_COLUMNS,
+        "PRECISION": "ieee" if is_exact else "tf32",
     }
     grid = (resident_programs(out.device, CHUNK_PROGRAMS),)
-    return Launch(_scan_prompts, grid, arguments, num_warps=8 if out.dtype == torch.float32 else 4, num_stages=1)
+    if is_exact:
+        return Launch(_scan_prompts, grid, arguments, num_warps=8, num_stages=1)
+    return Launch(_scan_prompts, grid, arguments, num_warps=4, num_stages=1, programs=CHUNK_PROGRAMS)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -467,7 +476,8 @@ def _solve_chunks(
                 is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
                 part = tl.where(is_between, system, 0.0)
                 step = tl.dot(part, inverse, input_precision="tf32x3")
-                inverse -= tl.dot(inverse, step, input_precision="tf32x3")
+                # Added to in place: a product of its own would take more registers than a thread has.
+                inverse = tl.dot(-inverse, step, inverse, input_precision="tf32x3")
             # the columns' step sizes: a row of them, from the diagonal
             sizes = tl.sum(tl.where(i == j, size[:, None], 0.0), axis=0)[None, :]
             tl.store(corrected + of_head * _CHUNK + to, inverse * sizes, mask=exists[:, None])
