@@ -27,7 +27,7 @@ from loramux.releases.shadows import Shadows, open_shadows
 from loramux.server.platform import Platform
 from loramux.server.trainer import local_bases
 from loramux.training.examples import ExampleFormat, check_file
-from loramux.training.local import LocalTrainer, watch_busy
+from loramux.training.local import LocalTrainer
 from loramux.training.service import FineTuningJobs
 from loramux.training.worker import TrainingServer, TrainingWorker
 
@@ -157,8 +157,7 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
     settings = platform.settings
     local = None
     if settings.training.enabled and settings.training.local_trainer and provisions.trainer_command is not None:
-        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings))
-        watch_busy(platform.completions, local.note_busy)
+        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings), platform.completions)
     server = TrainingServer(
         server_id=platform.usage.server_id,
         database=platform.database,

@@ -43,12 +43,14 @@ def watch_busy(completions: CompletionService, note: Callable[[bool], None]) -> 
 class LocalTrainer:
     """Runs `command`, which ends when it has had no job for a while.
 
-    The command reads `settings` on its standard input, and then BUSY or QUIET whenever that changes.
+    The command reads `settings` on its standard input, and then BUSY or QUIET whenever that changes. The requests of
+    `completions` are watched from its first start on, so they cost nothing on a server that trains nothing.
     """
 
-    def __init__(self, command: Sequence[str], settings: bytes) -> None:
+    def __init__(self, command: Sequence[str], settings: bytes, completions: CompletionService) -> None:
         self._command = command
         self._settings = settings
+        self._completions = completions
         self.process: Process | None = None
         """The trainer that was started last."""
         self._started_at = float("-inf")
@@ -76,9 +78,12 @@ class LocalTrainer:
         if time.monotonic() - self._started_at < RESTART_SECONDS:
             return
         self._started_at = time.monotonic()
-        self.process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=DEVNULL, process_group=0, env=dict(os.environ)
         )
+        if self.process is None:
+            watch_busy(self._completions, self.note_busy)
+        self.process = process
         assert self.process.stdin is not None
         self.process.stdin.write(self._settings + b"\n")
         self._pass_on()

@@ -17,9 +17,36 @@ from loramux.training.local import LocalTrainer, watch_busy
 pytestmark = pytest.mark.anyio
 
 
-def trainer_that_notes_its_start(log: Path, then: str) -> LocalTrainer:
+@dataclass(eq=False)
+class Request:
+    is_background: bool = False
+
+
+class Requests:
+    """The requests of a server, as far as their observers see them."""
+
+    def __init__(self, *running: Request) -> None:
+        self._running = set(running)
+        self._observers: list[Callable[[Any], None]] = []
+        self.on_begun = self.on_ended = self._observers.append
+
+    @property
+    def num_observers(self) -> int:
+        return len(self._observers)
+
+    def others_running(self) -> bool:
+        return any(not one.is_background for one in self._running)
+
+    def change(self, request: Request) -> None:
+        """Begin a request, or end it if it runs."""
+        self._running ^= {request}
+        for observer in self._observers:
+            observer(request)
+
+
+def trainer_that_notes_its_start(log: Path, then: str, *running: Request) -> LocalTrainer:
     source = f"import sys, time; sys.stdin.readline(); open({str(log)!r}, 'a').write('x'); {then}"
-    return LocalTrainer((sys.executable, "-c", source), b"{}")
+    return LocalTrainer((sys.executable, "-c", source), b"{}", cast(Any, Requests(*running)))
 
 
 async def test_trainer_that_fails_at_its_start_is_not_started_all_the_time(
@@ -87,29 +114,6 @@ async def test_trainer_is_told_that_requests_run_until_the_last_worker_has_none(
     assert log.read_text() == "x01010"
 
 
-@dataclass(eq=False)
-class Request:
-    is_background: bool = False
-
-
-class Requests:
-    """The requests of a server, as far as their observers see them."""
-
-    def __init__(self, *running: Request) -> None:
-        self._running = set(running)
-        self._observers: list[Callable[[Any], None]] = []
-        self.on_begun = self.on_ended = self._observers.append
-
-    def others_running(self) -> bool:
-        return any(not one.is_background for one in self._running)
-
-    def change(self, request: Request) -> None:
-        """Begin a request, or end it if it runs."""
-        self._running ^= {request}
-        for observer in self._observers:
-            observer(request)
-
-
 def test_busy_is_noted_at_every_change_and_at_the_start_and_not_for_lines_of_batches() -> None:
     first, second, line = Request(), Request(), Request(is_background=True)
     requests, notes = Requests(first), list[bool]()
@@ -121,3 +125,20 @@ def test_busy_is_noted_at_every_change_and_at_the_start_and_not_for_lines_of_bat
     idle = list[bool]()
     watch_busy(cast(Any, Requests(line)), idle.append)
     assert idle == []
+
+
+async def test_requests_are_watched_from_the_first_start_on_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "RESTART_SECONDS", 0.0)
+    log, first = tmp_path / "starts", Request()
+    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read(2))", first)
+    requests = cast(Requests, trainer._completions)
+    assert requests.num_observers == 0
+    for _ in range(2):
+        await trainer.ensure_runs()
+        requests.change(first)
+        requests.change(first)
+        assert trainer.process is not None
+        await trainer.process.wait()
+    assert (log.read_text(), requests.num_observers) == ("x10x10", 2)
