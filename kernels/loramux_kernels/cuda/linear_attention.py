@@ -476,7 +476,7 @@ def _solve_chunks(
                 is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
                 part = tl.where(is_between, system, 0.0)
                 step = tl.dot(part, inverse, input_precision="tf32x3")
-                # Added to in place: a product of its own would take more registers than a thread has.
+                # Added to in place: a separate product would take more registers than a thread has.
                 inverse = tl.dot(-inverse, step, inverse, input_precision="tf32x3")
             # the columns' step sizes: a row of them, from the diagonal
             sizes = tl.sum(tl.where(i == j, size[:, None], 0.0), axis=0)[None, :]
