@@ -115,9 +115,9 @@ def test_bundle_stop_strings_end_answers(site: Site, client: Client, trained: Pa
     assert ask(model="acme/caller", prompt="x", max_tokens=20, stop="two").choices[0].text == "one END "
 
 
-def test_bundle_files_without_meaning_are_named_and_not_kept(site: Site, client: Client, trained: Path) -> None:
+def test_bundle_files_without_meaning_are_named_and_not_kept(site: Site, newcomer: str, trained: Path) -> None:
     names = ["adapter_config.json", "adapter_model.safetensors", "README.md", "training_args.bin"]
-    with site.http() as http:
+    with site.http(newcomer) as http:
         files = {name: {"size": (trained / name).stat().st_size, "sha256": "0" * 64} for name in names}
         opened = http.post("/v1/uploads", json={"adapter": "caller", "files": files}).json()
         assert opened["ignored"] == ["README.md", "training_args.bin"]
@@ -128,8 +128,7 @@ def test_bundle_files_without_meaning_are_named_and_not_kept(site: Site, client:
         made = http.post("/v1/adapters", **sent)
         assert made.status_code == 201, made.text
         listed = http.get("/v1/uploads").json()["data"]
-        revision = f"acme/caller@{made.json()['revision']}"
-        [report] = [one["report"] for one in listed if one["revision"] == revision]
+        [report] = [one["report"] for one in listed if one["revision"] == f"{newcomer}/caller@1"]
     [note] = [warning for warning in report["warnings"] if warning["code"] == "files_ignored"]
     assert "README.md, optimizer.pt" in note["message"]
 

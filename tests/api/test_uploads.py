@@ -198,6 +198,8 @@ GOOD = {"size": 10, "sha256": "0" * 64}
     [
         ({CONFIG: GOOD}, "files"),
         ({CONFIG: GOOD, "../../etc/passwd": GOOD}, "files"),
+        ({CONFIG: GOOD, WEIGHTS: GOOD, "../../etc/passwd": GOOD}, "files"),
+        ({CONFIG: GOOD, WEIGHTS: GOOD, "/etc/passwd": GOOD}, "files"),
         ({CONFIG: GOOD, "adapter_model.bin": GOOD}, "files"),
         ({CONFIG: GOOD, WEIGHTS: GOOD | {"size": 0}}, "files.size"),
         ({CONFIG: GOOD, WEIGHTS: GOOD | {"size": 1 << 62}}, f"files.{WEIGHTS}.size"),
@@ -215,7 +217,7 @@ def test_announcements_that_cannot_be_taken(client: httpx.Client, files: dict[st
     [
         ("adapter_model-00001-of-00002.safetensors", "sharded"),
         ("adapter_model.safetensors.index.json", "sharded"),
-        ("default/adapter_config.json", "Upload the files of 'default' alone"),
+        ("default/adapter_config.json", "folders of their own: 'default'. To choose one, announce its files"),
         ("adapters.safetensors", "mlx-lm"),
     ],
 )

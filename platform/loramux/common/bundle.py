@@ -66,7 +66,7 @@ _IGNORED = re.compile(
     | training_args\.(bin|json) | trainer_state\.json | (all|train|eval)_results\.json
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
     | global_step\d+ | checkpoint-\d+ | runs | logs | wandb
-    | .+/.*                                                 # other adapters and states of the run, in folders within
+    | (?!/|(.*/)?\.\.?/).+/.*                               # other adapters and states of the run, in folders within
     | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
     | adapter_model\.pt                                     # torchtune's second copy, in its own form
     | additional_config\.json | args\.json | configuration\.json | Modelfile | checkpoint_complete
