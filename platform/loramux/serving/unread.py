@@ -28,11 +28,15 @@ STEP_BYTES = 64 << 10
 
 
 class AnswerMemory:
-    """Memory of one answer. `held` is the answer's part of its tenant's share."""
+    """Memory of one answer. `held` is the answer's part of its tenant's share.
+
+    The request itself is not kept: its images may be larger than the answer.
+    """
 
     def __init__(self, held: HeldUnits, asked: GenerationRequest) -> None:
         self._held = held
-        self._asked = asked
+        self._is_pooled = asked.pooling is not None
+        self._has_logprobs = asked.sampling.logprobs is not None
         is_kept = asked.claim is not None
         self._copies = 2 if is_kept else 1
         """An answer with an idempotency key is also kept in the form that is stored at its end."""
@@ -85,11 +89,11 @@ class AnswerMemory:
             message = f"The answer is not read as fast as it is generated: unread answers of yours hold {mib} MiB."
             return InvalidRequest(message, code="client_too_slow")
         field, what = "logprobs", "log probabilities"
-        if self._asked.pooling is not None:
+        if self._is_pooled:
             field, what = "prompt", "vectors"
-        elif self._asked.sampling.logprobs is None:
+        elif not self._has_logprobs:
             field = "prompt_logprobs"
-        wayout = f"Send several requests with fewer {what} each" + ("" if self._asked.pooling else ", or a stream")
+        wayout = f"Send several requests with fewer {what} each" + ("" if self._is_pooled else ", or a stream")
         if self._held.is_all:
             return InvalidRequest(
                 f"The {what} of this answer take more than the {mib} MiB that a tenant's answers may hold at once. "
