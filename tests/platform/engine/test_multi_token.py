@@ -291,7 +291,8 @@ def test_answers_and_their_ends_with_a_head_are_those_without(
         assert [event.finish_reason for event in told] == [event.finish_reason for event in expected]
         assert [event.logprob for event in told] == pytest.approx([event.logprob for event in expected], abs=1e-3)
         assert told[-1].count.tokens.output == expected[-1].count.tokens.output
-    assert engine.stats().accepted_tokens > 0
+    assert engine.stats().drafted_tokens > 0
+    assert engine.stats().accepted_tokens > 0 or steer.get("temperature") == 1.0  # a draw may meet no draft
     assert engine.stats().pages_kv == 0
 
 

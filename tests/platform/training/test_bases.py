@@ -27,7 +27,7 @@ UNUSED = cast(Any, None)
 
 class NotedTrainer(LocalTrainer):
     def __init__(self) -> None:
-        super().__init__((), b"")
+        super().__init__((), b"", cast(Any, None))
         self.starts = 0
 
     async def ensure_runs(self) -> None:
