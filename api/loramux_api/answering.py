@@ -348,15 +348,19 @@ def _abandoning(answer: Answer, response: ASGIApp) -> ASGIApp:
     return watched
 
 
-def _in_pieces(message: Message) -> Iterator[Message]:
+def _in_pieces(message: Message) -> Iterable[Message]:
     """Divide a long body, so that its sender sees whether the client takes it."""
     if message["type"] != "http.response.body" or len(message["body"]) <= BODY_PIECE:
-        yield message
-        return
-    body = message["body"]
-    for begin in range(0, len(body), BODY_PIECE):
-        has_more = begin + BODY_PIECE < len(body) or message["more_body"]
-        yield cast(Message, {**message, "body": body[begin : begin + BODY_PIECE], "more_body": has_more})
+        return (message,)  # a stream's part for each token
+    body, starts = message["body"], range(0, len(message["body"]), BODY_PIECE)
+    return (
+        cast(
+            Message,
+            message
+            | {"body": body[start : start + BODY_PIECE], "more_body": start != starts[-1] or message["more_body"]},
+        )
+        for start in starts
+    )
 
 
 async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:

@@ -112,8 +112,7 @@ class Generation:
         self._choices = choices
         self._engines = engines
         self._usage = usage
-        self._clock = time.monotonic
-        self.began = self._clock()
+        self.began = time.monotonic()
         """Time just after the admission, by a monotonic clock."""
         self._keeps_answer = opened.claim is not None
         self._kept: list[Delta] = []
@@ -250,7 +249,7 @@ class Generation:
             self._timeout.cancel()
         if self._failure is None and not self._finished:
             self._failure = self._abort_reason
-        self.seconds = self._clock() - self.began
+        self.seconds = time.monotonic() - self.began
         await self._settle()
         if self._failure is None:
             for delta in self._ends():
@@ -344,7 +343,7 @@ class Generation:
         self._unread.end(self._memory.refusal())
 
     def _note_token(self, choice: Choice) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self.seconds_to_first_token is None:
             self.seconds_to_first_token = now - self.began
         if choice.last_token_at is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -408,7 +409,7 @@ class Replay:
         self.rate_limits = RateLimitStatus()
         self.service_tier = kept.service_tier
         self.timing = kept.timing
-        self._deltas: Sequence[Delta] = kept.stream or _divided(kept.deltas)
+        self._deltas: Iterator[Delta] = iter(kept.stream or _divided(kept.deltas))
 
     async def started(self) -> None:
         """Return at once."""
@@ -416,8 +417,7 @@ class Replay:
     async def read(self, least: int = 1) -> Sequence[Delta]:  # noqa: ARG002 - all have come
         """Return the next deltas: so few that other requests get their turn."""
         await asyncio.sleep(0)
-        deltas, self._deltas = self._deltas[:MAX_READ], self._deltas[MAX_READ:]
-        return deltas
+        return [*islice(self._deltas, MAX_READ)]
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while deltas := await self.read():

@@ -119,7 +119,7 @@ class AnswerMemory:
         if self._bytes <= self._granted:
             return True
         more = max(STEP_BYTES, self._bytes - self._granted)
-        if not self._held.try_add(more):
+        if more > self._held.most or not self._held.try_add(more):
             return False
         self._granted += more
         return True

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from adapter_zoo import Asked, Zoo, load, make_engine, serve, to_request
-from drafting_heads import Drafted, always_drafts, check_drafts, mtp_engine
+from drafting_heads import Drafted, always_drafts, check_drafts, draft_what_follows, mtp_engine
 from llguidance import LLMatcher
 from multi_token_reference import MATRICES, ReferenceHead, base_of, states_of, train
 from preempting import preempting
@@ -284,6 +284,7 @@ def test_answers_and_their_ends_with_a_head_are_those_without(
     asked = [*TRAINED[:4], *some_requests(seed=3, count=5)]
     alone = events_of(trained.engine(), trained, asked, **steer)
     engine = mtp_engine(trained, seed=4, max_num_batched_tokens=max_num_batched_tokens)
+    draft_what_follows(engine, {name: [event.token_id for event in told] for name, told in alone.items()})
     drafted = events_of(engine, trained, asked, **steer)
     for one in asked:
         told, expected = drafted[one.name], alone[one.name]
@@ -291,8 +292,7 @@ def test_answers_and_their_ends_with_a_head_are_those_without(
         assert [event.finish_reason for event in told] == [event.finish_reason for event in expected]
         assert [event.logprob for event in told] == pytest.approx([event.logprob for event in expected], abs=1e-3)
         assert told[-1].count.tokens.output == expected[-1].count.tokens.output
-    assert engine.stats().drafted_tokens > 0
-    assert engine.stats().accepted_tokens > 0 or steer.get("temperature") == 1.0  # a draw may meet no draft
+    assert engine.stats().accepted_tokens > 0
     assert engine.stats().pages_kv == 0
 
 

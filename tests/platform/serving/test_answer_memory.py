@@ -11,12 +11,13 @@ import pytest
 from gateway_harness import Harness, in_harness, read
 from scripted_engine import FACTS
 
-from loramux.common.jobs import TenantSlots
+from loramux.common.jobs import HeldUnits, TenantSlots
 from loramux.data.entities import IdempotencyClaim
 from loramux.engine.messages import SamplingParams
 from loramux.serving.errors import ServingError
 from loramux.serving.generation import Generation
-from loramux.serving.messages import MAX_READ, Answer
+from loramux.serving.messages import MAX_READ, Answer, Delta, GenerationRequest
+from loramux.serving.unread import AnswerMemory
 
 MIB = 1 << 20
 TOKENS = 4000
@@ -109,6 +110,22 @@ def test_unread_stream_beyond_the_share_is_too_slow_and_billed_as_for_a_disconne
         assert 0 < output < TOKENS
 
     in_harness(test, tmp_path, **ENGINE)
+
+
+def test_one_vector_beyond_the_share_is_refused_although_nothing_else_is_held() -> None:
+    slots = TenantSlots(4 * MIB, MIB)
+    pooled = GenerationRequest(
+        kind="embd-",
+        model="tiny",
+        prompts=("x",),
+        sampling=SamplingParams(max_tokens=0),
+        pooling="last",
+        is_streamed=False,
+    )
+    memory = AnswerMemory(HeldUnits(slots, "acme"), pooled)
+    assert memory.add(Delta(index=0, pooled=bytes(4096)))
+    assert not memory.add(Delta(index=1, pooled=bytes(MIB)))
+    assert (memory.refusal().field, slots.held_by("acme")) == ("prompt", 0)
 
 
 def test_second_answer_beyond_the_share_may_be_repeated_and_the_first_one_continues(tmp_path: Path) -> None:
