@@ -2,7 +2,7 @@
 
 Semantics: y = x @ cat(weights).T + cat(biases).
 
-A format (`Plain`, `Panels`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The format of a
+A format (`Plain`, `Panels`, `Tiles`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The format of a
 base's unquantized weights is measured (`format_choice`). Quantized weights stay codes (`quantized_weight`) and are
 decoded during the product. LoRA reads the unquantized input and adds to the result, so a format does not depend on
 adapters.
@@ -11,16 +11,17 @@ adapters.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch.nn import functional
 
 from loramux_kernels.device import runs_triton, zeros_in_large_pages
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi, LayerLinearAbi
-from loramux_kernels.native.loader import bf16_unit, native_for, native_library
+from loramux_kernels.native.loader import bf16_unit, has_tiles, native_for, native_library
 from loramux_kernels.quantized_weight import (
     MIN_GROUP,
     TABLES,
@@ -82,6 +83,7 @@ class Panels:
 
     is_read_by_layers = True
     """One call of the C++ operators computes all layers."""
+    _by_tiles = False
     panel = 32
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
@@ -115,8 +117,7 @@ class Panels:
         """Multiply; see LinearFormat."""
         x = x if x.stride(1) == 1 else x.contiguous()
         y = x.new_empty(x.shape[0], self._columns)
-        self._native.loramux_linear(
-            *(DTYPES[x.dtype], DTYPES[self._packed.dtype]),
+        self._operator(x.dtype)(
             *(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1]),
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -124,6 +125,10 @@ class Panels:
             torch.get_num_threads(),
         )
         return y
+
+    def _operator(self, dtype: torch.dtype) -> Callable[..., None]:
+        """Return the C++ operator for inputs of `dtype`."""
+        return functools.partial(self._native.loramux_linear, DTYPES[dtype], DTYPES[self._packed.dtype])
 
     @staticmethod
     def holds(weight: torch.Tensor) -> bool:
@@ -136,7 +141,30 @@ class Panels:
         """Return the panels; see LinearFormat."""
         bias = None if self._bias is None else self._bias.data_ptr()
         dtype = DTYPES[self._packed.dtype]
-        return LayerLinearAbi(self._packed.data_ptr(), None, bias, None, dtype, 0, self._width, self._columns)
+        packed = self._packed.data_ptr()
+        return LayerLinearAbi(packed, None, bias, None, dtype, self._by_tiles, 0, self._width, self._columns)
+
+
+class Tiles(Panels):
+    """The panels of bfloat16, multiplied by tiles: a processor with Intel's AMX multiplies many rows eight times as fast.
+
+    Its sums have another order than those of `Panels`, for every number of rows.
+    """
+
+    _by_tiles = True
+    depth = 32
+    """Inputs that one product of tiles adds."""
+
+    def _operator(self, dtype: torch.dtype) -> Callable[..., None]:
+        """Return the C++ operator for inputs of `dtype`."""
+        assert dtype == torch.bfloat16, "chosen for bfloat16 alone"
+        return cast("Callable[..., None]", self._native.loramux_tile_linear)
+
+    @staticmethod
+    def holds(weight: torch.Tensor) -> bool:
+        """Return whether this process may use tiles, for a weight of bfloat16 with whole tiles of inputs."""
+        is_suitable = weight.dtype == torch.bfloat16 and weight.shape[1] % Tiles.depth == 0
+        return is_suitable and native_for(weight) is not None and has_tiles()
 
 
 def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -183,7 +211,7 @@ class OneDnn:
 
 UnquantizedFormat = Plain | Panels | OneDnn
 
-FORMATS: dict[str, type[UnquantizedFormat]] = {"panels": Panels, "onednn": OneDnn, "torch": Plain}
+FORMATS: dict[str, type[UnquantizedFormat]] = {"tiles": Tiles, "panels": Panels, "onednn": OneDnn, "torch": Plain}
 """Formats of unquantized weights, by the names that `engine.linear_format` takes; those that C++ reads come first."""
 
 
@@ -289,7 +317,7 @@ class Coded:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         address = ctypes.addressof(self._abi)
-        return LayerLinearAbi(None, address, bias, None, 0, self._coding, self._abi.width, self._columns)
+        return LayerLinearAbi(None, address, bias, None, 0, 0, self._coding, self._abi.width, self._columns)
 
     def _multiply_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
         # Imported only here, because it needs triton.

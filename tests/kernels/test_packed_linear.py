@@ -14,6 +14,8 @@ from loramux_kernels.packed_linear import (
     FORMATS,
     Coded,
     PackedLinear,
+    Panels,
+    Tiles,
     choose_format,
     heads_linear,
     packed_linear_reference,
@@ -87,20 +89,48 @@ def test_packed_linear_takes_rows_with_a_stride():
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(Panels, torch.float32), (Panels, torch.bfloat16), (Tiles, torch.bfloat16)]
+)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
+def test_packed_linear_row_is_independent_of_its_neighbours(form, dtype, threads):
     """Bit for bit: decoding alone, decoding in company, and prefill."""
-    if choose_format(torch.zeros(4, 4, dtype=dtype)) is not packed_linear.Panels:
-        pytest.skip("this processor multiplies no pairs of bf16")
+    width = 320 if form is Tiles else 300
+    if not form.holds(torch.zeros(4, width, dtype=dtype)):
+        pytest.skip("this processor multiplies no pairs, or no tiles, of bf16")
     torch.set_num_threads(threads)
-    weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
-    linear = PackedLinear(weights, biases)
-    x = torch.randn(100, 300).to(dtype)
+    weights, biases = weights_of(dtype, width, (200, 72), with_bias=True)
+    linear = PackedLinear(weights, biases, form=form)
+    x = torch.randn(100, width).to(dtype)
     whole = linear(x)
     for rows in range(1, 60):  # blocks of every height, alone and in stretches
         start = rows % 40
         assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+
+
+def sums_of_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `x @ weight.T` by Intel's pseudo-code of TDPBF16PS: in 32 inputs, even and odd ones are summed apart.
+
+    A product of two bf16 is exact in float32, so a sum that is rounded once is a product and a sum here.
+    """
+    x, weight = x.float(), weight.float()
+    sums = torch.zeros(len(x), len(weight))
+    for first in range(0, x.shape[1], 32):
+        even, odd = torch.zeros_like(sums), torch.zeros_like(sums)
+        for k in range(first, first + 32, 2):
+            even += x[:, k, None] * weight[None, :, k]
+            odd += x[:, k + 1, None] * weight[None, :, k + 1]
+        sums += even + odd
+    return sums
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 34, 100, 257])
+def test_tiles_sum_to_the_bit_as_the_processors_manual_says(rows):
+    weight, x = (torch.randn(70, 160) / 16).bfloat16(), torch.randn(rows, 160).bfloat16()
+    if not Tiles.holds(weight):
+        pytest.skip("this processor multiplies no tiles")
+    assert torch.equal(Tiles([weight], None)(x), sums_of_tiles(x, weight).bfloat16())
 
 
 @pytest.mark.usefixtures("native")

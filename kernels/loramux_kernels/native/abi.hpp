@@ -93,13 +93,14 @@ struct RopeAbi {
     NormAbi query_norm, key_norm;
 };
 
-// One product of a layer: weights as loramux_linear reads them or, where they are coded, loramux_coded_linear.
+// One product of a layer: weights as loramux_linear and loramux_tile_linear read them or, where they are coded,
+// loramux_coded_linear.
 struct LayerLinearAbi {
     const void* panels;  // null: coded
     const CodedWeightsAbi* coded;
     const void* bias;      // null: none; of floats where the weights are coded
     const int64_t* group;  // of sites, as lora_shrink reads it
-    int64_t panels_dtype, coding, width, columns;
+    int64_t panels_dtype, by_tiles, coding, width, columns;
 };
 
 // What a decoder layer is, for all steps.
@@ -155,6 +156,8 @@ LORAMUX_EXPORT void loramux_rms_norm(int dtype, const loramux::RmsNormAbi* call,
 LORAMUX_EXPORT void loramux_linear(int dtype, int weight_dtype, const void* x, int64_t ldx, int64_t rows, int64_t width,
                                    const void* packed, const void* bias, void* y, int64_t ldy, int64_t columns,
                                    int threads);
+LORAMUX_EXPORT void loramux_tile_linear(const void* x, int64_t ldx, int64_t rows, int64_t width, const void* packed,
+                                        const void* bias, void* y, int64_t ldy, int64_t columns, int threads);
 LORAMUX_EXPORT void loramux_coded_linear(int dtype, int coding, const void* x, int64_t ldx, int64_t rows,
                                          const loramux::CodedWeightsAbi* weights, const float* bias, void* y, int64_t ldy,
                                          int64_t columns, int threads);

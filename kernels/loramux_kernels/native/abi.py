@@ -102,11 +102,11 @@ class RopeAbi(ctypes.Structure):
 
 
 class LayerLinearAbi(ctypes.Structure):
-    """A product of a layer: panels, or coded weights and their coding."""
+    """A product of a layer: panels, multiplied by tiles or not, or coded weights and their coding."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("panels", "coded", "bias", "group")),
-        *((name, c_int64) for name in ("panels_dtype", "coding", "width", "columns")),
+        *((name, c_int64) for name in ("panels_dtype", "by_tiles", "coding", "width", "columns")),
     )
 
 
@@ -173,6 +173,7 @@ SIGNATURES = {
     "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int64, c_int),
     "loramux_linear_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
     "loramux_linear": _LINEAR,
+    "loramux_tile_linear": (c_void_p, *(c_int64,) * 3, *(c_void_p,) * 3, c_int64, c_int64, c_int),
     "loramux_rows_linear": (*_LINEAR[:-1], *(c_int64,) * 3, c_int),
     "loramux_coded_linear": (
         c_int, c_int, c_void_p, c_int64, c_int64, POINTER(CodedWeightsAbi), c_void_p, c_void_p, c_int64, c_int64, c_int,

@@ -80,7 +80,9 @@ class Layer {
 
     void multiply(const LayerLinearAbi& linear, const T* x, int64_t ldx, T* y) const {
         const int64_t columns = linear.columns;
-        if (linear.panels)
+        if (linear.by_tiles)
+            loramux_tile_linear(x, ldx, step.rows, linear.width, linear.panels, linear.bias, y, columns, columns, threads);
+        else if (linear.panels)
             loramux_linear(step.dtype, linear.panels_dtype, x, ldx, step.rows, linear.width, linear.panels, linear.bias, y,
                            columns, columns, threads);
         else

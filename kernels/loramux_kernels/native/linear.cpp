@@ -17,13 +17,12 @@
 #include <vector>
 
 #include "abi.hpp"
+#include "panels.hpp"
 #include "parallel.hpp"
 #include "simd.hpp"
 
 namespace loramux {
 namespace {
-
-constexpr int PANEL = 32;
 
 // GCC keeps sums in memory that it addresses by a loop's counter. By itself it unrolls small loops only.
 #define UNROLL _Pragma("GCC unroll 16")
@@ -42,21 +41,6 @@ constexpr int WORTH_TRANSPOSING = 4;  // from so many rows on, sixteen units at 
 // first-level cache, and memory is read all the time, not only while the first block is multiplied.
 constexpr int64_t STRETCH = 256;
 constexpr int64_t MAX_STRETCHED_BLOCKS = (MAX_STRETCHED_ROWS + MAX_ROWS - 1) / MAX_ROWS;
-
-struct Output {
-    void* y;
-    int64_t ldy, columns;
-    const void* bias;
-};
-
-template <class T>
-void write(const Output& out, int64_t row, int64_t column, f32x16 value) {
-    int64_t left = out.columns - column;
-    if (left <= 0) return;
-    const T* bias = (const T*)out.bias;
-    T* y = (T*)out.y + row * out.ldy + column;
-    store_first(y, bias ? value + load_first(bias + column, left) : value, left);
-}
 
 // A unit of `rows` rows of x together, and their sums: sixteen lanes for each of the rows.
 template <class T>

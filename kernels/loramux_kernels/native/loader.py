@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 10.0
 MAX_RETRY_SECONDS = 600.0
+
+NO_TILES = -1
 
 
 class NativeLoader:
@@ -108,6 +111,20 @@ def bf16_unit() -> int:
     """
     library = native_library()
     return 0 if library is None else int(library.loramux_bf16_unit())
+
+
+def has_tiles() -> bool:
+    """Return whether this process may multiply by tiles (Intel's AMX). If the kernel refuses, the reason is logged."""
+    library = native_library()
+    found = NO_TILES if library is None else int(library.loramux_find_tiles())
+    if found > 0:
+        _log_refused_tiles(found)
+    return found == 0
+
+
+@functools.cache
+def _log_refused_tiles(error: int) -> None:
+    logger.warning("the processor multiplies tiles (AMX), but the kernel refuses them: %s", os.strerror(error))
 
 
 @functools.cache

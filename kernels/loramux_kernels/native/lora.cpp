@@ -4,83 +4,12 @@
 // A row's sums run over k (shrink) or rank (expand) in one fixed order, whatever rows stand beside it: in float32 an
 // answer never depends on the rest of the batch.
 #include "abi.hpp"
+#include "lora_pairs.hpp"
 #include "parallel.hpp"
 #include "simd.hpp"
 
 namespace loramux {
 namespace {
-
-constexpr int RANK_TILE = 16;
-
-struct Segments {
-    int64_t count;
-    const int64_t *rows, *slots;
-    explicit Segments(const int64_t* packed) : count(packed[0]), rows(packed + 1), slots(packed + 2 + packed[0]) {}
-};
-
-// Linears, or the heads of one linear, whose matrix then has rows of `row` elements; a head has some of their columns.
-struct Group {
-    int64_t count, first, step, row;
-    const int64_t *sites, *starts;
-    explicit Group(const int64_t* packed)
-        : count(packed[0]), first(packed[1]), step(packed[2]), row(packed[3]), sites(packed + 4),
-          starts(packed + 4 + packed[0]) {}
-    int64_t column(int64_t site) const { return first + site * step; }
-    int64_t row_of(int64_t width) const { return row ? row : width; }
-    // Where a site's outputs begin in a row of y.
-    int64_t output(int64_t site, int64_t y_site) const { return row ? site * y_site : starts[site]; }
-};
-
-inline int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-// A (segment, site) pair that has something to compute, and where it lies.
-struct Pair {
-    int64_t site;  // within the group
-    int64_t first_row, rows, rank;
-    const int64_t* offsets;
-    float scale;
-};
-
-template <class Visit>
-void for_each_pair(const Segments& segments, const Group& group, const LoraTableAbi& table, const int64_t* offsets,
-                   const Visit& visit) {
-    for (int64_t k = 0; k < segments.count; k++)
-        for (int64_t i = 0; i < group.count; i++) {
-            int64_t cell = segments.slots[k] * table.num_sites + group.sites[i];
-            int64_t first = segments.rows[k], rows = segments.rows[k + 1] - first;
-            if (table.ranks[cell] && rows)
-                visit(Pair{i, first, rows, table.ranks[cell], offsets + cell * table.max_tiles, table.scales[cell]});
-        }
-}
-
-struct Work {
-    int64_t units, each;
-};
-
-// Runs units of equal cost within a pair; each thread takes a contiguous share of the whole cost. `start` says where a
-// unit's weights begin, for `run` is told where the next one's do: nothing else could fetch them in time.
-template <class Cost, class Start, class Run>
-void share_out(const Segments& segments, const Group& group, const LoraTableAbi& table, const int64_t* offsets,
-               int threads, const Cost& cost, const Start& start, const Run& run) {
-    int64_t total = 0;
-    for_each_pair(segments, group, table, offsets, [&](const Pair& p) { total += cost(p).units * cost(p).each; });
-    on_threads(threads_for(total, threads), [&](int thread, int team) {
-        int64_t at = 0, from = share(total, thread, team), to = share(total, thread + 1, team);
-        Pair pair{};
-        int64_t unit = -1;
-        for_each_pair(segments, group, table, offsets, [&](const Pair& p) {
-            auto [units, each] = cost(p);
-            int64_t begin = at < from ? blocks(from - at, each) : 0, end = at < to ? blocks(to - at, each) : 0;
-            for (int64_t next = begin; next < end && next < units; next++) {
-                if (unit >= 0) run(pair, unit, start(p, next));
-                pair = p;
-                unit = next;
-            }
-            at += units * each;
-        });
-        if (unit >= 0) run(pair, unit, start(pair, unit));
-    });
-}
 
 // What one of `blocks` blocks of rows fetches while it computes: every so many lines of the next unit's weights, and those
 // `early` elements further on.
@@ -176,7 +105,7 @@ constexpr int64_t EARLY_ROWS = 8;  // up to which memory is the limit
 // T, or two bf16.
 template <class T, int R>
 struct RankRows {
-    static constexpr int columns = 16;
+    static constexpr int columns = STRIP<T>;
     f32x16 row[R];
     RankRows(const T* b, int64_t width) {
         for (int r = 0; r < R; r++) row[r] = load(b + r * width);
@@ -194,16 +123,11 @@ struct RankRows {
 template <class T>
 inline void pack_weights(const float* v, int64_t ranks, float* weights) { store(weights, rounded<T>(load_first(v, ranks))); }
 
-// One strip of sums, weighted, onto y.
-template <class T>
-inline void finish(T* y, const float* sums, float scale) { store(y, fused(load(y), splat(scale), load(sums))); }
-
 #if LORAMUX_BF16_PAIRS
-// Pairs of rank rows, interleaved, meet pairs of weights. The interleaving leaves a strip's columns in the order 0-3, 8-11,
-// 16-19, 24-27; 4-7, ...
+// Pairs of rank rows, interleaved, meet pairs of weights.
 template <int R>
 struct RankRows<bf16, R> {
-    static constexpr int columns = 32, pairs = (R + 1) / 2;
+    static constexpr int columns = STRIP<bf16>, pairs = (R + 1) / 2;
     f32x16 first[pairs], second[pairs];
     RankRows(const bf16* b, int64_t width) : RankRows(b, width, columns) {}
     RankRows(const bf16* b, int64_t width, int64_t left) {
@@ -229,23 +153,6 @@ struct RankRows<bf16, R> {
 
 template <>
 inline void pack_weights<bf16>(const float* v, int64_t ranks, float* weights) { store((bf16*)weights, load_first(v, ranks)); }
-
-template <>
-inline void finish(bf16* y, const float* sums, float scale) {
-#if defined(__AVX512F__)
-    const __m512i order[2] = {
-        _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-        _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31),
-    };
-    __m512 a = (__m512)load(sums), b = (__m512)load(sums + 16);
-    for (int half = 0; half < 2; half++, y += 16)
-        store(y, fused(load(y), splat(scale), (f32x16)_mm512_permutex2var_ps(a, order[half], b)));
-#else
-    float ordered[32];
-    for (int four = 0; four < 8; four++) std::memcpy(ordered + 4 * four, sums + four / 2 * 4 + four % 2 * 16, 16);
-    for (int half = 0; half < 2; half++, y += 16) store(y, fused(load(y), splat(scale), load(ordered + 16 * half)));
-#endif
-}
 #endif
 
 // What an adapter adds to some rows of y in one block of columns.
@@ -275,7 +182,9 @@ struct Expansion {
             add_ranks<RANK_TILE>(0, ranks, b, then, rank == 0);
             b = then;
         }
-        for (int64_t m = 0; m < rows; m++) write(y + m * ldy, sums[m]);
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t c = 0; c < columns; c += STRIP<T>)
+                finish_first(y + m * ldy + c, sums[m] + c, pair.scale, columns - c);
     }
 
     const T* tile(int64_t rank) const { return first + pair.offsets[rank / RANK_TILE]; }
@@ -302,18 +211,6 @@ struct Expansion {
                 for (int r = 0; r < R; r++) fetch(next + r * ldb + c, early);
             const Rows strip = columns - c >= Rows::columns ? Rows(b + c, ldb) : Rows(b + c, ldb, columns - c);
             for (int64_t m = 0; m < rows; m++) strip.add_to(sums[m] + c, weights + m * RANK_TILE, fresh);
-        }
-    }
-
-    void write(T* y, const float* sums) const {
-        constexpr int strip = RankRows<T, 1>::columns;
-        int64_t c = 0;
-        for (; c + strip <= columns; c += strip) finish(y + c, sums + c, pair.scale);
-        if (c < columns) {
-            T padded[strip] = {};
-            std::memcpy(padded, y + c, (columns - c) * sizeof(T));
-            finish(padded, sums + c, pair.scale);
-            std::memcpy(y + c, padded, (columns - c) * sizeof(T));
         }
     }
 };
@@ -349,6 +246,11 @@ using namespace loramux;
 LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t x_site, int64_t width,
                                         const void* pool, const LoraTableAbi* table, const int64_t* group,
                                         const int64_t* segments, float* v, int64_t ldv, int threads) {
+#if LORAMUX_TILES
+    if (dtype == BFLOAT16 && has_tiles())
+        return shrink_by_tiles((const bf16*)x, ldx, x_site, width, (const bf16*)pool, *table, Group(group),
+                               Segments(segments), v, ldv, threads);
+#endif
     on_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         shrink((const T*)x, ldx, x_site, width, (const T*)pool, *table, Group(group), Segments(segments), v, ldv, threads);
@@ -358,6 +260,11 @@ LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, i
 LORAMUX_EXPORT void loramux_lora_expand(int dtype, const float* v, int64_t ldv, const void* pool,
                                         const LoraTableAbi* table, const int64_t* group, const int64_t* segments,
                                         void* y, int64_t ldy, int64_t y_site, int threads) {
+#if LORAMUX_TILES
+    if (dtype == BFLOAT16 && has_tiles())
+        return expand_by_tiles(v, ldv, (const bf16*)pool, *table, Group(group), Segments(segments), (bf16*)y, ldy, y_site,
+                               threads);
+#endif
     on_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         expand(v, ldv, (const T*)pool, *table, Group(group), Segments(segments), (T*)y, ldy, y_site, threads);

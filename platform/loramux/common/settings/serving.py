@@ -28,7 +28,7 @@ ToolParser = Literal[
 ]
 WhiteSpace = Literal["bounded", "free"]
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
-LinearFormat = Literal["auto", "measure", "panels", "onednn", "torch"]
+LinearFormat = Literal["auto", "measure", "tiles", "panels", "onednn", "torch"]
 MAX_ENGINES = 1024
 """Maximum number of engines of a base."""
 Address = Annotated[str, Meta(max_length=300, pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
@@ -131,8 +131,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     linear_format: LinearFormat = "auto"
     """Format of unquantized linears on a CPU. auto: the fastest by a measurement of this machine, which takes about two
     seconds and is kept for later starts; only formats whose result for a row does not depend on other rows are
-    candidates. measure: measure at each start. panels, onednn, torch: this format, even if its results depend on other
-    rows; the log then says so.
+    candidates. measure: measure at each start. tiles (Intel's AMX), panels, onednn, torch: this format, even if its
+    results depend on other rows; the log then says so.
     """
     step_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Seconds that one step may take. An engine that has requests and is silent for longer is killed."""
