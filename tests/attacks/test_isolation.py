@@ -26,14 +26,17 @@ from server_process import Child, Place, served
 from loramux.accounts.tenants.authority import TENANT_SCOPES
 
 SCOPES = sorted(TENANT_SCOPES | {"push"})
-SETTINGS = '[privacy]\nresponse_seconds = 86_400\n[training]\nlocal_trainer = false\n[adapters]\nmax_aliases = 1000\n'
+SETTINGS = "[privacy]\nresponse_seconds = 86_400\n[training]\nlocal_trainer = false\n[adapters]\nmax_aliases = 1000\n"
 LINE = {"custom_id": "hush-line", "method": "POST", "url": "/v1/completions"}
 QUESTION = [{"role": "user", "content": "hush"}]
 GENERATED = re.compile(
     r"\b[a-z]+[-_][0-9a-f]{16,}\b|\b[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:.]+Z?|\b1[78]\d{8,14}\b|sk-lm-[\w-]+"
 )
 """Ids, digests, times and secrets that the server makes."""
+QUOTED = re.compile(r"'([^']+)'")
 COMPARED = ("content-type", "retry-after", "x-should-retry", "location", "allow", "x-loramux-ignored-fields")
+OTHERS = str.maketrans("0123456789abcdefghijklmnopqrstuvwxyz", "3456789012bcdefahijklmnopqrstuvwxyzg")
+"""Another character of the same kind for each: digit, hexadecimal letter, other letter."""
 SOME = 2
 """Identifiers that are tried in a place which, by its name, refers to nothing."""
 
@@ -127,10 +130,8 @@ def left_by(client: httpx.Client, sound: Files) -> tuple[str, ...]:
 
 
 def absent(identifier: str) -> str:
-    """Return an identifier of the same form that no tenant has. Its first characters, which messages show, are equal."""
-    last = identifier[-2:].translate(str.maketrans("0123456789abcdefghijklmnopqrstuvwxyz", "3456789012bcdefaghijklmnopqrstuvwxzy"))
-    changed = identifier[:-2] + last
-    return changed if changed != identifier else identifier[:-1] + "q"
+    """Return an identifier of the same form that no tenant has. Only its end differs: messages show some beginnings."""
+    return identifier[:-2] + identifier[-2:].translate(OTHERS)
 
 
 def outcome(answer: httpx.Response, identifier: str) -> tuple[object, ...]:
@@ -143,8 +144,10 @@ def outcome(answer: httpx.Response, identifier: str) -> tuple[object, ...]:
 
 
 def blank(text: str, identifier: str) -> str:
+    """Return the text without the identifier, without quoted parts of it, and without what the server generates."""
     for form in (identifier, quote(identifier, safe="")):
         text = text.replace(form, "IDENTIFIER")
+    text = QUOTED.sub(lambda quoted: "PART" if quoted[1] in identifier else quoted[0], text)
     return GENERATED.sub("GENERATED", text)
 
 
@@ -176,8 +179,8 @@ def seen_by(client: httpx.Client) -> dict[str, Any]:
     lists += ("webhooks", "events", "models", "evaluations", "fine_tuning/jobs", "messages/batches", "audit")
     seen = {name: sent(client, "GET", f"/v1/{name}") for name in lists}
     for key in seen["keys"]["data"]:
-        key.pop("last_used_at")
-    for path in ("aliases", "revisions", "grants", "metrics", "aliases/hush-alias/history"):
+        del key["last_used_at"]
+    for path in ("aliases", "revisions", "grants", "aliases/hush-alias/history"):
         seen[path] = sent(client, "GET", f"/v1/adapters/hush-model/{path}")
     return seen
 

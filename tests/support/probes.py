@@ -79,8 +79,8 @@ class Probe:
 
     @property
     def is_reference(self) -> bool:
-        """Return whether the place, by its name, may refer to an object."""
-        return not self.place.startswith("body") or bool(REFERENCE.search(str(self.keys[-1])))
+        """Return whether the place, by its name, may refer to an object: in a path, a query, or the top of a body."""
+        return len(self.keys) < 2 and (not self.keys or bool(REFERENCE.search(str(self.keys[0]))))
 
     def send(self, client: httpx.Client, identifier: str) -> httpx.Response:
         """Send the request with this identifier in its place."""
@@ -106,12 +106,15 @@ class Routes:
                 schema = route.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema")
                 body = None if schema is None else self._sample(schema)
                 parameters = [one for one in route.get("parameters", []) if one["in"] == "query"]
-                query = {one["name"]: self._sample(one["schema"], one["name"]) for one in parameters if _needed(one)}
+                query = {
+                    one["name"]: self._sample(one["schema"], one["name"]) for one in parameters if one.get("required")
+                }
                 base = Probe(method.upper(), path, "", body=body, query=query)
                 for name in re.findall(r"{(\w+)}", path):
                     yield _of(base, f"path {name}")
                 for one in parameters:
-                    yield _of(base, f"query {one['name']}")
+                    if any(self._places(one["schema"], ("query",))):
+                        yield _of(base, f"query {one['name']}")
                 if schema is not None:
                     for keys in dict.fromkeys(self._places(schema)):
                         yield _of(base, f"body {'.'.join(map(str, keys))}", keys)
@@ -129,25 +132,17 @@ class Routes:
         if name in SAMPLES:
             return SAMPLES[name]
         schema = self._resolved(schema)
-        for one in self._alternatives(schema):
-            if one.get("type") != "null":
-                return self._sample(one, name)
+        if alternatives := [one for one in self._alternatives(schema) if one.get("type") != "null"]:
+            return self._sample(alternatives[0], name)
         if "enum" in schema:
             return schema["enum"][0]
-        match _types(schema)[0]:
-            case "object":
-                fields = schema.get("properties", {})
-                return {key: self._sample(fields[key], key) for key in schema.get("required", [])}
-            case "array":
-                return [self._sample(schema["items"], name)] if schema.get("minItems") else []
-            case "integer":
-                return max(1, int(schema.get("minimum", 1)))
-            case "number":
-                return 0.5
-            case "boolean":
-                return False
-            case _:
-                return "x"
+        kind = _types(schema)[0]
+        if kind == "object":
+            fields = schema.get("properties", {})
+            return {key: self._sample(fields[key], key) for key in schema.get("required", [])}
+        if kind == "array":
+            return [self._sample(schema["items"], name)] if schema.get("minItems") else []
+        return {"integer": max(1, int(schema.get("minimum", 1))), "number": 0.5, "boolean": False}.get(kind, "x")
 
     def _places(
         self, schema: dict[str, Any], keys: tuple[str | int, ...] = (), above: Sequence[int] = ()
@@ -172,10 +167,6 @@ class Routes:
 
 def _of(base: Probe, place: str, keys: tuple[str | int, ...] = ()) -> Probe:
     return Probe(base.method, base.path, place, keys, base.body, base.query)
-
-
-def _needed(parameter: dict[str, Any]) -> bool:
-    return bool(parameter.get("required"))
 
 
 def _types(schema: dict[str, Any]) -> list[str]:

@@ -199,8 +199,9 @@ class Resolver:
     async def addresses(self, host: str, tenant: str, also: Sequence[Network] = ()) -> list[Address]:
         """Return the addresses of `host`, a name or an address.
 
-        Raises NotPublic unless each address is public or in one of the networks `also`. A name that does not exist and
-        one with a private address get the same message, because the operator's network may have names of its own.
+        Raises NotPublic unless each address is public or in one of the networks `also`. The message is the same for a
+        name that does not exist and for a name with a private address: it must not tell a tenant which names the
+        operator's network has.
         """
         addresses = [ipaddress.ip_address(host)] if _is_literal(host) else await self._resolve(host, tenant)
         if not all(is_public(one) or any(one in network for network in also) for one in addresses):

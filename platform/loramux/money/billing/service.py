@@ -164,7 +164,7 @@ class BillingService:
             return await self._invoice(session, tenant.id, tenant.name, month)
 
     async def own_invoice(self, principal: Principal, month: str) -> Invoice:
-        """Return the caller's invoice of a month such as 2026-11, like `invoice` but without the range of ledger entries.
+        """Return the caller's invoice of a month such as 2026-11, like `invoice`, without its ledger entries' range.
 
         Raises InvoiceNotFound.
         """
