@@ -118,7 +118,8 @@ def _ensure_own_page(connection: Connection) -> None:
 
 async def _authenticated(platform: Platform, connection: Connection) -> Principal:
     """Return the caller by its key or token. If the request has neither, return the caller by the console's cookie."""
-    if "authorization" in connection.headers or cookie_name(SESSION_COOKIE, connection) not in connection.cookies:
+    has_key = any(header in connection.headers for header in ("authorization", *KEY_HEADERS))
+    if has_key or cookie_name(SESSION_COOKIE, connection) not in connection.cookies:
         return await platform.tenants.authenticator.authenticate(_credential(connection))
     session = await session_of(connection)
     connection.scope[FROM_CONSOLE] = True  # type: ignore[literal-required]  # for the headers of its answer

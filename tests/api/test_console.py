@@ -117,11 +117,13 @@ def test_another_sites_page_opens_no_session(site: Site) -> None:
         assert (answer.status_code, error_of(answer)) == (403, "cross_site_request")
 
 
-def test_key_in_the_header_needs_no_csrf_token_and_wins_over_the_cookie(site: Site) -> None:
+@pytest.mark.parametrize(("header", "scheme"), [("Authorization", "Bearer "), ("x-api-key", ""), ("api-key", "")])
+def test_key_in_a_header_needs_no_csrf_token_and_wins_over_the_cookie(site: Site, header: str, scheme: str) -> None:
     with browser(site, "acme") as client:
         client.headers.pop(CSRF)
-        key = {"Authorization": f"Bearer {site.keys['all-scopes']}"}
-        assert client.post("/v1/projects", json={"name": "by-key"}, headers=key).status_code == 201
+        key = {header: f"{scheme}{site.keys['all-scopes']}"}
+        name = f"by-{header.lower()}"
+        assert client.post("/v1/projects", json={"name": name}, headers=key).status_code == 201
 
 
 def test_sign_out_ends_the_session_at_the_server(site: Site) -> None:

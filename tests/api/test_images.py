@@ -227,7 +227,7 @@ def test_lines_of_batches_have_images(open_site: Site) -> None:
     [
         ("/slow.png", "not arrived within 4 seconds"),
         ("/round.png", "redirects more than 3 times"),
-        ("/out.png", "leads nowhere"),
+        ("/out.png", "has no public address"),
         ("/file.png", "gives no answer"),
         ("/none.png", "answers 404"),
         ("/large.png", "more than 2097152 bytes"),

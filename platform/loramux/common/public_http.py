@@ -164,7 +164,7 @@ def parse_outside_url(text: str) -> httpx.URL:
 
 
 class NotPublic(Exception):
-    """The name resolves to no address, or to one that is not public. The message says which."""
+    """The name resolves to no address, or to one that is not public."""
 
 
 def is_public(address: Address) -> bool:
@@ -199,13 +199,13 @@ class Resolver:
     async def addresses(self, host: str, tenant: str, also: Sequence[Network] = ()) -> list[Address]:
         """Return the addresses of `host`, a name or an address.
 
-        Raises NotPublic unless each address is public or in one of the networks `also`.
+        Raises NotPublic unless each address is public or in one of the networks `also`. The message is the same for a
+        name that does not exist and for a name with a private address: it must not tell a tenant which names the
+        operator's network has.
         """
-        shown = host[:120]
-        addresses = [_literal(host)] if _is_literal(host) else await self._resolve(host, tenant)
-        for address in addresses:
-            if not is_public(address) and not any(address in network for network in also):
-                raise NotPublic(f"the name {shown} leads to {address}, which is not a public address")
+        addresses = [ipaddress.ip_address(host)] if _is_literal(host) else await self._resolve(host, tenant)
+        if not all(is_public(one) or any(one in network for network in also) for one in addresses):
+            raise _no_public_address(host)
         return addresses
 
     async def _resolve(self, host: str, tenant: str) -> list[Address]:
@@ -215,9 +215,9 @@ class Resolver:
         except TimeoutError:
             raise NotPublic(f"the name {host[:120]} was not resolved within {self._timeout_s:g} s") from None
         except (OSError, UnicodeError):
-            raise NotPublic(f"the name {host[:120]} leads nowhere") from None
+            raise _no_public_address(host) from None
         if not found:
-            raise NotPublic(f"the name {host[:120]} leads nowhere")
+            raise _no_public_address(host)
         return [ipaddress.ip_address(text.partition("%")[0]) for text in found]
 
     async def _in_thread(self, host: str, tenant: str) -> Sequence[str]:
@@ -267,8 +267,8 @@ def _is_literal(host: str) -> bool:
     return True
 
 
-def _literal(host: str) -> Address:
-    return ipaddress.ip_address(host)
+def _no_public_address(host: str) -> NotPublic:
+    return NotPublic(f"{host[:120]} has no public address")
 
 
 class PublicTransport(httpx.AsyncBaseTransport):

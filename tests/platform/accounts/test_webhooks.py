@@ -316,10 +316,10 @@ REFUSED = {
     "nonsense": "HOST",
     "https://xn--0/": "HOST",
     "https://hook.example:port/": "HOST",
-    "https://127.0.0.1/": "not a public address",
-    "https://localhost:8000/admin": "not a public address",
-    "https://[::ffff:10.0.0.1]/": "not a public address",
-    "https://169.254.169.254/latest/meta-data": "not a public address",
+    "https://127.0.0.1/": "no public address",
+    "https://localhost:8000/admin": "no public address",
+    "https://[::ffff:10.0.0.1]/": "no public address",
+    "https://169.254.169.254/latest/meta-data": "no public address",
 }
 
 

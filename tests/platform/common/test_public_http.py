@@ -104,8 +104,16 @@ async def test_resolver_refuses_every_spelling_of_a_private_address(host: str) -
 
 async def test_resolver_refuses_a_name_with_one_private_address_among_public_ones() -> None:
     resolver = Resolver("test", lookup=lambda _: ["93.184.216.34", "64:ff9b:1::a00:1"])
-    with pytest.raises(NotPublic, match="64:ff9b:1"):
+    with pytest.raises(NotPublic):
         await resolver.addresses("hook.example", "acme")
+
+
+@pytest.mark.parametrize("found", [[], ["10.0.0.1"], ["8.8.8.8", "fd00::1"]])
+async def test_names_without_a_public_address_are_refused_alike(found: list[str]) -> None:
+    """Otherwise a tenant could ask which names the operator's own network has, and where they lead."""
+    with pytest.raises(NotPublic) as refused:
+        await Resolver("test", lookup=lambda _: found).addresses("database.internal", "acme")
+    assert str(refused.value) == "database.internal has no public address"
 
 
 async def test_silent_resolver_delays_only_the_tenant_that_asks() -> None:

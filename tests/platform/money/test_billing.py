@@ -13,6 +13,7 @@ from billing_harness import DAY, DECEMBER, NOVEMBER, PLANS, SECOND, Clock, give_
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
+from loramux.common.settings.server import BillingSettings
 from loramux.common.units import TokenCounts
 from loramux.data.records.database import Database, parse_url
 from loramux.data.records.ledger import LedgerRepository
@@ -32,6 +33,7 @@ from loramux.money.billing.invoices import Invoice, InvoiceParty
 from loramux.money.billing.periods import Month
 from loramux.money.billing.reconcile import reconcile
 from loramux.money.billing.service import BillingService
+from loramux.money.exports.invoice_render import print_invoice
 from loramux.money.usage.errors import InvalidQuery
 from loramux.money.usage.query import UsageQuery, UsageResult
 from loramux.money.usage.service import UsageService
@@ -123,6 +125,19 @@ async def test_closed_period_never_changes_and_late_entries_are_in_the_next(
     ]
     assert december.lines[1].amount < 0
     assert await usage.verify_chain() == 5
+
+
+async def test_own_invoice_does_not_tell_how_many_entries_all_tenants_made(
+    usage: UsageService, acme: Principal, priced: BillingService, clock: Clock
+) -> None:
+    await busy_november(usage, acme)
+    clock.now = DECEMBER.starts_at
+    [final] = await priced.close(NOVEMBER)
+    for month, digest in ((NOVEMBER, final.ledger_digest), (DECEMBER, None)):
+        own = await priced.own_invoice(acme, str(month))
+        assert (own.first_sequence, own.last_sequence, own.ledger_digest) == (None, None, digest)
+    printed = print_invoice(final, BillingSettings())
+    assert printed.proof == f"Ledger digest {final.ledger_digest}."
 
 
 async def test_images_are_a_line_of_the_ledger_the_usage_and_the_invoice(

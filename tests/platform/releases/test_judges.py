@@ -186,7 +186,7 @@ def test_judge_name_that_leads_inside_at_the_call_is_not_connected_to() -> None:
             answers = [Answered("id", "good", None)]
             return await Judges(client, resolver, SETTINGS).scores(JUDGE, None, ACME, [Question(prompt="x")], answers)
 
-    with pytest.raises(JudgeFailed, match="not a public address"):
+    with pytest.raises(JudgeFailed, match="no public address"):
         asyncio.run(run())
 
 

@@ -89,6 +89,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One change; `before` and `after` are the changed object, as an entity of this module."""
 
     sequence: int
+    """Number among the entries of one tenant, or among those of all tenants, by which list is read."""
     at: int
     tenant: TenantId | None
     actor: str
@@ -135,11 +136,12 @@ def key_of(row: KeyRow) -> Key:
     )
 
 
-def entry_of(row: AuditRow, names: Mapping[str, str]) -> AuditEntry:
-    """Return the entity of the row, with the names of keys and members by id."""
+def entry_of(sequence: int, row: AuditRow, names: Mapping[str, str]) -> AuditEntry:
+    """Return the entity of the row, with its number in the list that is read, and the names of keys and members."""
     return to_struct(
         AuditEntry,
         row,
+        sequence=sequence,
         actor_name=names.get(row.actor),
         tenant=row.tenant_id,
         before=None if row.before is None else msgspec.Raw(row.before.encode()),
@@ -207,11 +209,16 @@ class AuditLog:
     async def read(
         self, *, tenant: TenantId | None = None, before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
-        """List at most `limit` (1 to 500) entries older than the sequence `before`; `tenant` None: all tenants."""
+        """List at most `limit` (1 to 500) entries older than the entry with the number `before`.
+
+        `tenant` None: entries of all tenants, numbered together. A tenant's own entries are numbered from 1.
+        """
+        limit = max(1, min(limit, MAX_PAGE))
         async with self._database.read() as session:
-            rows = await AuditRepository(session).before(before, max(1, min(limit, MAX_PAGE)), tenant)
-            names = await names_of_actors(session, {row.actor for row in rows}, tenant)
-        return [entry_of(row, names) for row in rows]
+            log = AuditRepository(session)
+            rows = await (log.before(before, limit) if tenant is None else log.of_tenant(tenant, before, limit))
+            names = await names_of_actors(session, {row.actor for _, row in rows}, tenant)
+        return [entry_of(sequence, row, names) for sequence, row in rows]
 
 
 def _user() -> str:

@@ -234,11 +234,23 @@ class AuditRepository(Repository):
         """Append the row."""
         await self._insert(row)
 
-    async def before(self, sequence: int | None, limit: int, tenant: TenantId | None) -> Sequence[AuditRow]:
-        """Return at most `limit` entries older than `sequence`, of one tenant or of all tenants."""
+    async def before(self, sequence: int | None, limit: int) -> list[tuple[int, AuditRow]]:
+        """Return at most `limit` entries of all tenants that are older than `sequence`, with their numbers."""
         statement = select(AuditRow).order_by(AuditRow.sequence.desc()).limit(limit)
         if sequence is not None:
             statement = statement.where(AuditRow.sequence < sequence)
-        if tenant is not None:
-            statement = statement.where(AuditRow.tenant_id == tenant)
-        return (await self._session.scalars(statement)).all()
+        return [(row.sequence, row) for row in await self._session.scalars(statement)]
+
+    async def of_tenant(self, tenant: TenantId, before: int | None, limit: int) -> list[tuple[int, AuditRow]]:
+        """Return at most `limit` entries of one tenant that are older than its number `before`, with their numbers.
+
+        A tenant's entries are numbered from 1. The gaps of `AuditRow.sequence` would tell a tenant how many changes all
+        other tenants make. No entry is ever deleted, so a number stays an entry's own.
+        """
+        is_own = AuditRow.tenant_id == tenant
+        count = await self._session.scalar(select(func.count()).select_from(AuditRow).where(is_own)) or 0
+        last = count if before is None else max(0, min(before - 1, count))
+        first = max(0, last - limit)
+        statement = select(AuditRow).where(is_own).order_by(AuditRow.sequence).offset(first).limit(last - first)
+        rows = (await self._session.scalars(statement)).all()
+        return list(enumerate(rows, first + 1))[::-1]

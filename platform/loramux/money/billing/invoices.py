@@ -127,7 +127,10 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     period_start: int
     """Unix seconds, as all times here."""
     period_end: int
-    first_sequence: int
+    first_sequence: int | None
+    """First ledger entry of the period. None on a tenant's own copy: the range would tell it how many entries all
+    tenants made.
+    """
     last_sequence: int | None
     ledger_digest: str | None
     currency: str

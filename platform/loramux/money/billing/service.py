@@ -164,13 +164,17 @@ class BillingService:
             return await self._invoice(session, tenant.id, tenant.name, month)
 
     async def own_invoice(self, principal: Principal, month: str) -> Invoice:
-        """Return the caller's invoice of a month such as 2026-11, like `invoice`. Raises InvoiceNotFound."""
+        """Return the caller's invoice of a month such as 2026-11, like `invoice`, without its ledger entries' range.
+
+        Raises InvoiceNotFound.
+        """
         try:
             async with self._database.read() as session:
                 tenant, name = principal.tenant, principal.tenant_name
-                return await self._invoice(session, tenant, name, Month.parse(month))
+                made = await self._invoice(session, tenant, name, Month.parse(month))
         except BillingError as error:
             raise InvoiceNotFound(error.message, "month") from None
+        return msgspec.structs.replace(made, first_sequence=None, last_sequence=None)
 
     async def costs(self, principal: Principal, query: CostsQuery) -> CostPage:
         """Return the caller's costs by day, as OpenAI's endpoint does. Raises InvalidQuery for too many groups."""

@@ -130,7 +130,8 @@ def print_invoice(invoice: Invoice, settings: BillingSettings) -> PrintedInvoice
     terms, is_final = invoice.terms, invoice.status == "final"
     seller = terms.seller or InvoiceParty(name=settings.issuer, address=settings.address, tax_id=settings.tax_id)
     buyer = terms.buyer or InvoiceParty(name=invoice.tenant_name)
-    digest = f", digest {invoice.ledger_digest}" if invoice.ledger_digest else ""
+    # the digest, not the range of entries: a tenant's printed invoice must not tell how many entries all tenants made
+    proof = f"Ledger digest {invoice.ledger_digest}." if invoice.ledger_digest else "From the ledger of an open month."
     return PrintedInvoice(
         id=invoice.id,
         status=invoice.status,
@@ -142,7 +143,7 @@ def print_invoice(invoice: Invoice, settings: BillingSettings) -> PrintedInvoice
         lines=tuple(_line(line) for line in invoice.lines),
         totals=_totals(invoice),
         notes=_notes(invoice),
-        proof=f"Ledger entries {invoice.first_sequence} to {invoice.last_sequence or 'now'}{digest}.",
+        proof=proof,
     )
 
 

@@ -220,6 +220,22 @@ async def test_audit_entries_name_actor_and_origin(
             sql(change)
 
 
+async def test_audit_entries_of_a_tenant_are_numbered_without_those_of_other_tenants(tenants: Tenants) -> None:
+    """A gap would tell a tenant how many changes the others make."""
+    for name in ("acme", "globex"):
+        await tenants.create(name)
+    for _ in range(3):
+        await tenants.create_key("globex")
+        await tenants.create_key("acme")
+    acme = (await tenants.named("acme")).id
+    log = await tenants.audit.read(tenant=acme)
+    assert [entry.sequence for entry in log] == [5, 4, 3, 2, 1]
+    assert [entry.at for entry in log] == sorted((entry.at for entry in log), reverse=True)
+    pages = [await tenants.audit.read(tenant=acme, before=before, limit=2) for before in (None, 4, 2, 1)]
+    assert [entry for page in pages for entry in page] == log
+    assert len(await tenants.audit.read()) == 10
+
+
 async def test_failed_change_leaves_no_audit_entry(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that cannot be noted does not happen."""
     await tenants.create("acme")
