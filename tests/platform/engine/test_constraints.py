@@ -116,6 +116,22 @@ def test_masks_of_an_answer_that_ended_with_a_fault_read_no_token_that_never_cam
     assert allowed(constraints.masks([ended, beside]), 1) == [100]
 
 
+@pytest.mark.parametrize("added", [VOCAB, 300, 1 << 20])
+def test_masks_after_a_draft_that_is_no_token_of_the_grammars_leave_the_answer_as_it_was(
+    constraints: Constraints, added: int
+) -> None:
+    """A prompt with tokens that an adapter has added is copied into drafts; the grammar knows the base's tokens alone.
+    Also where a thought ends among the drafts."""
+    plain, thinks = sequence(constraints, "abcd", "a"), sequence(constraints, "abcd", after=THOUGHT)
+    for _ in range(2):
+        masks = constraints.masks([plain, thinks], {plain: [98, added, 99], thinks: [added, THOUGHT, 97, added]})
+        assert not masks.faults
+        assert masks.rows.tolist() == list(range(9))
+        assert [allowed(masks, n) for n in (0, 1, 6, 7)] == [[98], [99], [97], [98]]
+    plain.token_ids.append(98)
+    assert allowed(constraints.masks([plain])) == [99]
+
+
 def test_masks_allow_the_ends_of_a_revision_in_place_of_the_bases(constraints: Constraints) -> None:
     s = sequence(constraints, "ab?", "a", eos_token_ids=(258, 259))
     assert allowed(constraints.masks([s])) == [98, 258, 259]

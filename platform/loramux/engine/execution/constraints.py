@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,8 @@ class Constraints:
     def __init__(self, tokenizer: LLTokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._compiler = GrammarCompiler(tokenizer)
         self._executor = LLExecutor()
-        self._num_words = -(-tokenizer.vocab_size // _BITS)
+        self._num_tokens = tokenizer.vocab_size
+        self._num_words = -(-self._num_tokens // _BITS)
         self._unended = _all_but(eos_token_ids, self._num_words)
         """The mask that allows every token but the ends."""
         self._progress: dict[str, _Progress] = {}
@@ -201,8 +203,9 @@ class Constraints:
             progress = self._progress[sequence.id]
             progress.read(sequence.token_ids[sequence.num_prompt_tokens :])
             for matcher, row, drafts in self._rows(progress, proposed, words[place:]):
-                if drafts:
-                    several.append((matcher, place + row, drafts))
+                # A draft that an adapter has added is no token of the grammar, and would put the matcher in error.
+                if known := [*takewhile(self._num_tokens.__gt__, drafts)]:
+                    several.append((matcher, place + row, known))
                 else:
                     single.append((matcher, place + row))
             place += 1 + len(proposed)
