@@ -44,7 +44,7 @@ class Launch:
 
     None: the assembler weighs registers against programs itself. At times it then spills for one program more.
     """
-    by_major: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    by_major: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Fields that have other values on some architectures, by major version: `{AMPERE: {"num_stages": 3}}`."""
 
     def for_arch(self, arch: int) -> tuple[dict[str, Any], dict[str, Any]]:
