@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,8 +111,6 @@ def test_unset_registers_know_that_a_load_of_128_bits_writes_four() -> None:
 
 
 def test_a_launch_leaves_its_threads_the_registers_that_its_programs_do_not_need() -> None:
-    from types import SimpleNamespace
-
     from loramux_kernels.cuda.launch import Launch
 
     def registers(programs: int | None, warps: int, arch: int = 80) -> int | None:
@@ -121,6 +121,63 @@ def test_a_launch_leaves_its_threads_the_registers_that_its_programs_do_not_need
     assert [registers(2, warps) for warps in (4, 8, 16)] == [255, 128, 64]
     assert registers(None, 4) is None, "the assembler chooses"
     assert registers(2, 4, arch=0) is None, "the interpreter has no registers"
+
+
+class _Kernel:
+    """A kernel that records what it is launched with."""
+
+    arg_names = ("x",)
+    __name__ = "_kernel"
+
+    def __init__(self) -> None:
+        self.ran: list[dict[str, object]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **given: self.ran.append(given)
+
+
+@pytest.mark.parametrize(
+    ("arch", "warps", "stages", "maxnreg"), [(80, 16, 3, 128), (89, 16, 3, 128), (90, 8, 5, None), (100, 8, 5, None)]
+)
+def test_compile_check_compiles_with_the_facts_of_the_architecture_that_the_launch_runs_with(
+    arch: int, warps: int, stages: int, maxnreg: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import compile_check as tool
+    from loramux_kernels.cuda import launch as module
+
+    kernel, compiled = _Kernel(), []
+
+    def compile_source(source: dict[str, object], target: object, options: dict[str, object]) -> SimpleNamespace:
+        compiled.append(source | options)
+        ttgir = "local_alloc : () -> !ttg.memdesc<3x16x16x warp_group_dot_wait { pendings = 1"
+        return SimpleNamespace(asm={"ptx": "", "cubin": b"", "ttgir": ttgir}, metadata=SimpleNamespace(shared=0))
+
+    monkeypatch.setattr(tool, "_source", lambda kernel, arguments: arguments)
+    monkeypatch.setattr(tool.triton, "compile", compile_source)
+    monkeypatch.setattr(tool, "_resource_usage", lambda cubin: {"REG": 128, "STACK": 0})
+    monkeypatch.setattr(module, "_current_arch", lambda: arch)
+    ampere = {"num_warps": 16, "num_stages": 3, "programs": 1}
+    launch = module.Launch(kernel, (1,), {"x": 1}, num_warps=8, num_stages=5, by_major={module.AMPERE: ampere})
+    result = tool.compile_launch("a variant", launch, arch)
+    launch.run()
+    assert kernel.ran == compiled
+    (options,) = compiled
+    assert (options["num_warps"], options["num_stages"], options.get("maxnreg")) == (warps, stages, maxnreg)
+    assert result.programs == 16 // warps, "of the warps that the architecture has"
+    assert result.overwrites == (stages == 5), "of three buffers"
+
+
+def test_attention_tiles_that_need_more_registers_on_sm_80_have_facts_of_their_own_there() -> None:
+    from compile_check import variants_by_name
+
+    def facts(name: str, arch: int) -> tuple[int, int, int | None]:
+        options = variants_by_name()[name].for_arch(arch)[1]
+        return options["num_warps"], options["num_stages"], options.get("maxnreg")
+
+    in_parts, high = "attend-16-576x512-bf16-in-keys-lse", "attend-64-128x128-bf16-fp8"
+    assert [facts(in_parts, arch) for arch in (80, 90)] == [(16, 5, 128), (8, 5, None)]
+    assert [facts(f"{high}-groups-of-7", arch) for arch in (80, 90)] == [(4, 1, 255), (4, 3, 255)]
+    assert [facts(f"{high}-groups-of-32", arch) for arch in (80, 90)] == [(4, 3, 255), (4, 3, 255)]
 
 
 def test_every_kernel_that_the_host_launches_has_a_variant() -> None:

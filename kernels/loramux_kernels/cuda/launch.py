@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,9 @@ THREAD_REGISTERS = 255
 
 LEAST_DEPENDENT_ARCH = 90
 """First architecture with programmatic dependent launch."""
+
+AMPERE = 8
+"""Major version of sm_80 to sm_89."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,8 @@ class Launch:
 
     None: the assembler weighs registers against programs itself. At times it then spills for one program more.
     """
+    by_major: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields that have other values on some architectures, by major version: `{AMPERE: {"num_stages": 3}}`."""
 
     def for_arch(self, arch: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments and the compiler's options for devices of `arch` (80, 90, ...; 0: the interpreter).
@@ -48,6 +53,8 @@ class Launch:
         A kernel with the parameter DEPENDENT begins early if it may and can (see `dependent_launch`). Fused
         multiply-add is named because its default differs between versions.
         """
+        if other := self.by_major.get(arch // 10):
+            return replace(self, **other, by_major={}).for_arch(arch)
         arguments = self.arguments
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         if "DEPENDENT" in self.kernel.arg_names:

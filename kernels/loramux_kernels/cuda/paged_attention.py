@@ -36,7 +36,7 @@ import triton.language as tl
 
 from loramux_kernels.cuda.dependent_launch import begin_dependent, wait_for_earlier
 from loramux_kernels.cuda.e4m3 import from_e4m3, magnitude, page_scale, passes, reciprocal, scale_arguments, to_e4m3
-from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
+from loramux_kernels.cuda.launch import AMPERE, Launch, resident_programs, run_all
 from loramux_kernels.cuda.work_lists import (
     ATTENTION_ITEM_WIDTH,
     ATTENTION_PROGRAMS,
@@ -277,6 +277,17 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
+def _on_ampere(rows: int, groups: int, is_in_parts: bool, is_fp8: bool) -> dict[str, int]:
+    """Return the facts of a launch that differ on sm_80 to sm_89, where some version of Triton spills otherwise.
+
+    For keys in two parts, more warps share a tile's sums; one program of them fits. In FP8, a high tile that divides
+    its rows by a number that is no power of two has no registers for a buffer.
+    """
+    if is_fp8 and rows > 32 and groups.bit_count() > 1:
+        return {"num_stages": 1}
+    return {"num_warps": 16, "programs": 1} if is_in_parts and not is_fp8 else {}
+
+
 def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) -> Launch:
     """Return attention over one tile height."""
     shape = (tiles.partials, attend["KV_HEADS"], tiles.rows)
@@ -300,7 +311,9 @@ def _launch(tiles: AttentionTiles, attend: dict[str, Any], query: torch.Tensor) 
         warps = 16 if is_fp8 else 8
     # Left to itself, ptxas spills in some tiles to fit a third program, which no launch has.
     programs = ATTENTION_PROGRAMS if widest <= 256 else None
-    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages, programs=programs)
+    ampere = _on_ampere(tiles.rows, attend["GROUPS"], attend["BLOCK_REST"] > 0, is_fp8)
+    facts = {AMPERE: ampere}
+    return Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages, programs=programs, by_major=facts)
 
 
 @triton.jit
