@@ -212,6 +212,16 @@ async def test_billing_rows_refuse_updates_and_deletes(
             sql(statement)
 
 
+def test_mistake_in_a_price_file_names_the_field_and_what_it_takes(tmp_path: Path) -> None:
+    file = tmp_path / "plans.toml"
+    file.write_text(PLANS.replace('price = "', "price = 1 #", 1))
+    with pytest.raises(InvalidPlan, match=r'plans\[0\]\.prices\[0\]\.price must be text in quotes.*, not 1; write "1"'):
+        read_plans(file)
+    file.write_text(PLANS.replace("currency =", "curency =", 1))
+    with pytest.raises(InvalidPlan, match="plans.0. has no setting `curency`; did you mean `currency`"):
+        read_plans(file)
+
+
 async def test_prices_are_only_added_and_never_to_a_closed_period(
     database: Database, priced: BillingService, clock: Clock, tmp_path: Path
 ) -> None:
