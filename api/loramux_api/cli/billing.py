@@ -246,7 +246,9 @@ def invoice(tenant_name: str, period: str, html: Path | None, pdf: Path | None, 
     for kind, file in files.items():
         if file is not None:
             file.write_bytes(write_invoice(made, kind, load_settings(config).billing))
-    rows = [(line.description, display_quantity(line.meter, line.quantity), line.amount) for line in made.lines]
+    rows: list[tuple[object, ...]] = [
+        (line.description, display_quantity(line.meter, line.quantity), line.amount) for line in made.lines
+    ]
     if made.terms.tax is not None:
         rows.append((f"{made.terms.tax.name} {plain_text(made.terms.tax.percent)} %", "", made.tax_amount))
     rows.append(("Total", "", f"{made.total} {made.currency}"))

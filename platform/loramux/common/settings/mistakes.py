@@ -43,7 +43,7 @@ def describe_mistake(refusal: str, data: dict[str, Any], settings: type[msgspec.
 
 
 def _table_name(place: str) -> str:
-    """Return a table as its header names it; an item of a list, such as `sinks[0]`, has no header of its own."""
+    """Return a table as its header names it; an item of a list, such as `sinks[0]`, has no header."""
     return place if "[" in place else f"[{place}]"
 
 
