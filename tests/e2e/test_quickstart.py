@@ -108,6 +108,6 @@ def test_tutorial_leads_from_nothing_to_a_fine_tune_that_answers(environment: di
     assert "Marta" in texts["acme/lamp-shop@2"]
     assert "45 days" not in texts["smollm2-135m-instruct"]
     used = [sum(answer["usage"][kind] for answer in answers) for kind in ("prompt_tokens", "completion_tokens")]
-    assert f"Input tokens\t{used[0]} tokens\t" in said
-    assert f"Output tokens\t{used[1]} tokens\t" in said
+    assert re.search(rf"Input tokens +{used[0]} tokens ", said)
+    assert re.search(rf"Output tokens +{used[1]} tokens ", said)
     assert "none altered; engines and ledger agree to the token" in said

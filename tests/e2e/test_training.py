@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -413,12 +414,12 @@ def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
         wishes = ["--suffix", "loud", "--epochs", "1", "--learning-rate-multiplier", "20", "--rank", "4", "--watch"]
         said = _finetune(server, key, "create", str(file), "--model", "tiny", *wishes)
         assert said.returncode == 0, said.stderr
-        assert "succeeded\tacme/loud@1\t" in said.stdout
+        assert re.search("succeeded +acme/loud@1 ", said.stdout)
         listed = _finetune(server, key, "list")
         assert "acme/loud@1" in listed.stdout
-        id = listed.stdout.split("\t")[0]
-        assert _finetune(server, key, "watch", id).stdout.startswith(f"{id}\tsucceeded")
-        assert _finetune(server, key, "cancel", id).stdout.startswith(f"{id}\tsucceeded")
+        id = listed.stdout.splitlines()[1].split()[0]
+        assert re.search(f"^{id} +succeeded", _finetune(server, key, "watch", id).stdout, re.MULTILINE)
+        assert re.search(f"^{id} +succeeded", _finetune(server, key, "cancel", id).stdout, re.MULTILINE)
 
 
 def _finetune(server: Child, key: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,21 @@ from loramux.accounts.tenants.entities import AuditEntry, Key, Member
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.settings.file import load_settings
 from loramux.common.units import SECONDS_PER_DAY
-from loramux_api.cli.common import config_option, day, json_option, note, put, tenant_option, with_account, with_tenants
+from loramux_api.cli.common import (
+    CommandGroup,
+    config_option,
+    day,
+    json_option,
+    note,
+    put,
+    table,
+    tenant_option,
+    with_account,
+    with_tenants,
+)
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def key() -> None:
     """Create, list, rotate and revoke API keys.
 
@@ -90,7 +102,7 @@ def list_keys(tenant_name: str, config: Path, as_json: bool) -> None:
       loramux key ls --tenant acme --config configs/single-node.toml
     """
     found = with_account(config, tenant_name, lambda account: account.keys.all())
-    put(as_json, found, "\n".join(map(_key_line, found)) or f"{tenant_name} has no keys yet.")
+    put(as_json, found, _keys_table(found) or f"{tenant_name} has no keys yet.")
 
 
 @key.command("rotate")
@@ -128,7 +140,7 @@ def revoke_key(key_id: str, config: Path, as_json: bool) -> None:
     put(as_json, revoked, f"Key {revoked.id} (...{revoked.hint}) is revoked.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def member() -> None:
     """Manage a tenant's members, the people who log in with tokens of an OIDC issuer.
 
@@ -153,7 +165,7 @@ def add_member(tenant_name: str, issuer: str, subject: str, role: str, config: P
       loramux member add --tenant acme --issuer https://id.example --subject alice --role owner --config FILE
     """
     made = with_account(config, tenant_name, lambda account: account.members.add(issuer, subject, role))
-    put(as_json, made, _member_line(made))
+    put(as_json, made, _members_table([made]))
 
 
 @member.command("ls")
@@ -168,7 +180,7 @@ def list_members(tenant_name: str, config: Path, as_json: bool) -> None:
       loramux member ls --tenant acme --config configs/single-node.toml
     """
     found = with_account(config, tenant_name, lambda account: account.members.all())
-    put(as_json, found, "\n".join(map(_member_line, found)) or f"{tenant_name} has no members.")
+    put(as_json, found, _members_table(found) or f"{tenant_name} has no members.")
 
 
 @member.command("role")
@@ -185,7 +197,7 @@ def change_role(member_id: str, tenant_name: str, role: str, config: Path, as_js
       loramux member role member_0123456789abcdef01234567 --tenant acme --role billing --config FILE
     """
     changed = with_account(config, tenant_name, lambda account: account.members.change_role(member_id, role))
-    put(as_json, changed, _member_line(changed))
+    put(as_json, changed, _members_table([changed]))
 
 
 @member.command("rm")
@@ -207,7 +219,7 @@ def remove_member(member_id: str, tenant_name: str, config: Path, as_json: bool)
     )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def audit() -> None:
     """Read the audit log: each change with its author, source, and the values before and after.
 
@@ -236,7 +248,7 @@ def list_audit(tenant_name: str | None, before: int | None, limit: int, config: 
         return await tenants.audit.read(tenant=tenant, before=before, limit=limit)
 
     found = with_tenants(config, act)
-    put(as_json, found, "\n".join(map(_entry_line, found)) or "The log is empty.")
+    put(as_json, found, _log_table(found) or "The log is empty.")
 
 
 def _request(name: str, project: str, scopes: tuple[str, ...], models: tuple[str, ...], days: int | None) -> KeyRequest:
@@ -253,18 +265,24 @@ def _show(as_json: bool, made: Key, secret: str) -> None:
     put(as_json, {"id": made.id, "tenant": made.tenant, "scopes": sorted(made.scopes), "key": secret}, secret)
 
 
-def _key_line(one: Key) -> str:
+def _keys_table(found: Iterable[Key]) -> str:
+    return table(("id", "ends with", "name", "scopes", "made", "used", "state"), map(_key_row, found))
+
+
+def _key_row(one: Key) -> tuple[str, ...]:
     state = "revoked" if one.revoked_at else f"ends {day(one.expires_at)}" if one.expires_at else "live"
     scopes = ",".join(sorted(one.scopes))
-    return (
-        f"{one.id}\t...{one.hint}\t{one.name}\t{scopes}\t{day(one.created_at)}\tused {day(one.last_used_at)}\t{state}"
-    )
+    return one.id, one.hint, one.name, scopes, day(one.created_at), day(one.last_used_at), state
 
 
-def _member_line(one: Member) -> str:
-    return f"{one.id}\t{one.role}\t{one.subject}\t{one.issuer}"
+def _members_table(found: Iterable[Member]) -> str:
+    return table(("id", "role", "subject", "issuer"), [(one.id, one.role, one.subject, one.issuer) for one in found])
 
 
-def _entry_line(one: AuditEntry) -> str:
-    at = datetime.fromtimestamp(one.at / 1e6, UTC).isoformat(timespec="seconds")
-    return f"{one.sequence}\t{at}\t{one.actor}\t{one.source}\t{one.action}\t{one.object_id}"
+def _log_table(found: Iterable[AuditEntry]) -> str:
+    rows = [
+        (one.sequence, f"{at:%Y-%m-%dT%H:%M:%SZ}", one.actor, one.source, one.action, one.object_id)
+        for one in found
+        for at in [datetime.fromtimestamp(one.at / 1e6, UTC)]
+    ]
+    return table(("number", "time", "by", "from", "action", "object"), rows)

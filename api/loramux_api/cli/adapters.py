@@ -16,6 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
 
+from loramux_api.cli.common import CommandGroup, table
 from loramux_api.cli.releases import evaluate, metrics, policy, shadow
 from loramux_api.cli.remote import AdapterType, Remote, RemoteRevision, RevisionType, on_server
 from loramux_client import Progress as Step
@@ -128,7 +129,7 @@ promote_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def adapter() -> None:
     """Upload, release, roll back and delete adapters on a running server.
 
@@ -219,9 +220,7 @@ def list_adapters(remote: Remote) -> None:
       loramux adapter ls
     """
     found = remote.client.adapters.list()
-    remote.put(
-        found, "\n".join(map(_adapter_line, found)) or "No adapters yet; upload one: loramux adapter push DIRECTORY"
-    )
+    remote.put(found, _adapters_table(found) or "No adapters yet; upload one: loramux adapter push DIRECTORY")
 
 
 @adapter.command("training")
@@ -235,7 +234,7 @@ def list_training_adapters(remote: Remote) -> None:
     """
     found = remote.client.adapters.training()
     none = "No version is live; a trainer pushes them: docs/guides/reinforcement-learning.md"
-    remote.put(found, "\n".join(map(_training_line, found)) or none)
+    remote.put(found, _training_table(found) or none)
 
 
 @adapter.command("show")
@@ -256,7 +255,7 @@ def show(remote: Remote, name: str) -> None:
         remote.put(revision, "\n".join((_revision_line(revision), *_bundle_lines(revision.bundle))))
         return
     found, revisions, grants = adapters.get(name), adapters.revisions(name), adapters.grants(name)
-    lines = [_adapter_line(found), *map(_alias_line, found.aliases), *map(_revision_line, revisions)]
+    lines = [_adapters_table([found]), *map(_alias_line, found.aliases), *map(_revision_line, revisions)]
     lines += [f"  may be called by {grant.tenant}" for grant in grants]
     data: dict[str, Any] = {"adapter": found, "revisions": revisions, "grants": grants}
     remote.put(data, "\n".join(lines))
@@ -425,20 +424,38 @@ def history(remote: Remote, name: str, alias: str) -> None:
       loramux adapter history support
     """
     versions = remote.client.adapters.history(name, alias)
-    remote.put(versions, "\n".join(map(_version_line, versions)) or f"{name}:{alias} has no history yet")
+    remote.put(
+        versions,
+        table(("version", "time", "targets", "by", "restores"), map(_version_row, versions))
+        or f"{name}:{alias} has no history yet",
+    )
 
 
-def _adapter_line(found: Adapter) -> str:
+def _adapters_table(found: list[Adapter]) -> str:
+    return table(("adapter", "rank", "size", "digest", "default"), map(_adapter_row, found))
+
+
+def _adapter_row(found: Adapter) -> tuple[object, ...]:
     default = next((alias.targets for alias in found.aliases if alias.name == "default"), [])
-    canary = f"\tdefault -> {_shares(default)}" if len(default) > 1 else ""
-    return f"{found.name}@{found.revision}\trank {found.rank}\t{found.size_bytes} bytes\t{found.digest}{canary}"
+    name = f"{found.name}@{found.revision}"
+    return name, found.rank, _size(found.size_bytes), _short(found.digest), _shares(default)
 
 
-def _training_line(found: TrainingAdapter) -> str:
-    pushed = datetime.fromtimestamp(found.created_at, UTC).isoformat(" ", "seconds")
-    compared = "" if found.parity is None else f"\tcompared with PEFT: {found.parity}"
-    size = f"rank {found.rank}\t{found.size_bytes} bytes"
-    return f"{found.id}\ton {found.base_model}\t{size}\t{found.digest}\tpushed {pushed}{compared}"
+def _training_table(found: list[TrainingAdapter]) -> str:
+    rows = [
+        (one.id, one.base_model, one.rank, _size(one.size_bytes), _short(one.digest), _time(one.created_at), one.parity)
+        for one in found
+    ]
+    return table(("version", "base", "rank", "size", "digest", "pushed", "compared with PEFT"), rows)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB"
+
+
+def _short(digest: str) -> str:
+    """Return the first 12 digits of a digest; `show`, `logs` and --json have all 64."""
+    return digest.removeprefix("sha256:")[:12]
 
 
 def _alias_line(alias: Alias) -> str:
@@ -468,11 +485,10 @@ def _bundle_lines(bundle: Bundle | None) -> Iterator[str]:
             yield f"  {name.replace('_', ' ')}: {value}"
 
 
-def _version_line(version: AliasVersion) -> str:
-    restored = "" if version.restores is None else f"\trestores version {version.restores}"
-    at = "-" if version.changed_at is None else _time(version.changed_at)
-    by = version.changed_by_name or version.changed_by or "-"
-    return f"{version.version}\t{at}\t{_shares(version.targets)}\tby {by}{restored}"
+def _version_row(version: AliasVersion) -> tuple[object, ...]:
+    at = "" if version.changed_at is None else _time(version.changed_at)
+    by = version.changed_by_name or version.changed_by or ""
+    return version.version, at, _shares(version.targets), by, version.restores or ""
 
 
 def _event_line(event: Event) -> str:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from loramux_api.cli.common import CommandGroup, table
 from loramux_api.cli.remote import Remote, on_server
 from loramux_client.objects import Batch
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def batch() -> None:
     """Run files of requests on a running server when it has free capacity, at the price of batches.
 
@@ -26,7 +27,9 @@ def batch() -> None:
 
 @batch.command("run")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--endpoint", type=click.Choice(ENDPOINTS), default=ENDPOINTS[0], show_default=True, help="Of the lines.")
+@click.option(
+    "--endpoint", type=click.Choice(ENDPOINTS), default=ENDPOINTS[0], show_default=True, help="Endpoint of the lines."
+)
 @click.option("--window", default="24h", show_default=True, help="Hours within which it must end: 1h to 168h.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Wait, and write the answers here.")
 @click.option("--wait", is_flag=True, help="Wait for its end.")
@@ -60,7 +63,7 @@ def list_batches(remote: Remote, limit: int) -> None:
       loramux batch ls
     """
     found = remote.client.batches.list(limit=limit)
-    remote.put(found, "\n".join(map(_line, found)) or "No batches yet; run one: loramux batch run FILE")
+    remote.put(found, _batches_table(found) or "No batches yet; run one: loramux batch run FILE")
 
 
 @batch.command("show")
@@ -111,14 +114,17 @@ def output(remote: Remote, id: str, file: Path, errors: bool) -> None:
     remote.put({"batch": id, "file_id": stored, "path": str(file)}, f"{stored} is in {file}.")
 
 
-def _line(one: Batch) -> str:
-    counts = one.request_counts
-    lines = f"{counts.completed} answered\t{counts.failed} failed\tof {counts.total}"
-    return f"{one.id}\t{one.status}\t{lines}\t{one.endpoint}"
+def _batches_table(found: list[Batch]) -> str:
+    rows = [
+        (one.id, one.status, counts.completed, counts.failed, counts.total, one.endpoint)
+        for one in found
+        for counts in [one.request_counts]
+    ]
+    return table(("id", "state", "answered", "failed", "lines", "endpoint"), rows)
 
 
 def _text(one: Batch) -> str:
-    lines = [_line(one), f"  input {one.input_file_id}"]
+    lines = [_batches_table([one]), f"  input {one.input_file_id}"]
     lines += [f"  {what} {id}" for what, id in (("output", one.output_file_id), ("errors", one.error_file_id)) if id]
     for error in () if one.errors is None else one.errors.data:
         where = "" if error.line is None else f"line {error.line}: "

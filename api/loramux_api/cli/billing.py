@@ -27,22 +27,24 @@ from loramux.money.exports.tables import FORMATS, LEDGER_COLUMNS, ExportedFile, 
 from loramux.money.pricing import Currency, UnknownCurrency, plain_builtins, plain_text
 from loramux.server.platform import BillingServices, open_sinks
 from loramux_api.cli.common import (
+    CommandGroup,
     config_option,
     json_option,
     period_option,
     put,
+    table,
     tenant_option,
     with_billing,
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def price() -> None:
     """Add price lists, and assign them to tenants.
 
     \b
     Example:
-      loramux price apply configs/prices/standard.toml --config configs/single-node.toml
+      loramux price apply standard --config configs/single-node.toml
     """
 
 
@@ -53,11 +55,16 @@ def price() -> None:
 def apply(file: Path, config: Path, as_json: bool) -> None:
     """Add the plans and prices in FILE that are missing. A price never changes; a later price succeeds it.
 
+    FILE `standard` is the list that loramux ships, an example.
+
     \b
     Example:
-      loramux price apply configs/prices/standard.toml --config configs/single-node.toml
+      loramux price apply standard
+      loramux price apply prices.toml --config configs/single-node.toml
     """
-    drafts = read_plans(file)
+    from loramux.simulator.scenario import configs_folder
+
+    drafts = read_plans(configs_folder() / "prices" / "standard.toml" if str(file) == "standard" else file)
     added = with_billing(config, lambda desk: desk.catalog.apply(drafts))
     put(as_json, {"added": added}, f"{added} plans and prices were added.")
 
@@ -73,8 +80,12 @@ def list_plans(config: Path, as_json: bool) -> None:
       loramux price ls --config configs/single-node.toml
     """
     found = with_billing(config, lambda desk: desk.catalog.plans())
-    lines = [f"{one.name}\t{one.currency.code}\t{len(one.prices)} prices" for one in found]
-    put(as_json, found, "\n".join(lines) or "No plans yet.")
+    rows = [(one.name, one.currency.code, len(one.prices)) for one in found]
+    put(
+        as_json,
+        found,
+        table(("plan", "currency", "prices"), rows) or "No plans yet; add some: loramux price apply FILE",
+    )
 
 
 @price.command("assign")
@@ -125,7 +136,7 @@ class Delivered(msgspec.Struct, frozen=True):
 dry_run_option = click.option("--dry-run", is_flag=True, help="Check and show the result, and write nothing.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def usage() -> None:
     """Close periods, write invoices and exports, and verify them.
 
@@ -207,7 +218,7 @@ def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
         return made
 
     made = with_billing(config, run)
-    lines = [f"{one.id}\t{one.total} {one.currency}" for one in made]
+    lines = [table(("invoice", "total", "currency"), [(one.id, one.total, one.currency) for one in made])]
     state = f"If {period} were closed now:" if dry_run else f"{period} is closed."
     put(as_json, plain_builtins(made), "\n".join([state, *lines]))
 
@@ -235,11 +246,14 @@ def invoice(tenant_name: str, period: str, html: Path | None, pdf: Path | None, 
     for kind, file in files.items():
         if file is not None:
             file.write_bytes(write_invoice(made, kind, load_settings(config).billing))
-    lines = [f"{line.description}\t{display_quantity(line.meter, line.quantity)}\t{line.amount}" for line in made.lines]
+    rows: list[tuple[object, ...]] = [
+        (line.description, display_quantity(line.meter, line.quantity), line.amount) for line in made.lines
+    ]
     if made.terms.tax is not None:
-        lines.append(f"{made.terms.tax.name} {plain_text(made.terms.tax.percent)} %\t\t{made.tax_amount}")
-    lines.append(f"Total\t\t{made.total} {made.currency}")
-    put(as_json, plain_builtins(made), "\n".join([f"{made.id} ({made.status})", *lines]))
+        rows.append((f"{made.terms.tax.name} {plain_text(made.terms.tax.percent)} %", "", made.tax_amount))
+    rows.append(("Total", "", f"{made.total} {made.currency}"))
+    lines = table(("line", "quantity", "amount"), rows)
+    put(as_json, plain_builtins(made), f"{made.id} ({made.status})\n{lines}")
 
 
 @usage.command("address")
@@ -333,11 +347,11 @@ def margin(period: str, gpu_costs: tuple[str, ...], config: Path, as_json: bool)
     """
     cost = _gpu_cost(gpu_costs)
     found = with_billing(config, lambda desk: desk.billing.margins(Month.parse(period), cost))
-    lines = [
-        "\t".join((one.tenant_name, one.model, *map(plain_text, (one.price, one.cost, one.margin)), one.currency))
-        for one in found
+    rows = [
+        (one.tenant_name, one.model, *map(plain_text, (one.price, one.cost, one.margin)), one.currency) for one in found
     ]
-    put(as_json, plain_builtins(found), "\n".join(["tenant\tmodel\tprice\tcost\tmargin\tcurrency", *lines]))
+    heads = ("tenant", "model", "price", "cost", "margin", "currency")
+    put(as_json, plain_builtins(found), table(heads, rows) or f"No usage in {period}.")
 
 
 @usage.command("export")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +61,33 @@ def config_option(*, required: bool = True) -> Callable[[Command], Command]:
         show_envvar=True,
         callback=or_default,
         help=f"{CONFIG_HELP} Default: that of `loramux serve MODEL`.",
+    )
+
+
+class CommandGroup(click.Group):
+    """A group whose help has the whole first sentence of each command."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands; click's own cuts their sentences."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
+            )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as aligned columns below their heads; an empty text without rows.
+
+    None and an empty text are shown as `-`.
+    """
+    cells = [["-" if cell is None else str(cell) or "-" for cell in row] for row in rows]
+    if not cells:
+        return ""
+    cells.insert(0, list(heads))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
     )
 
 

@@ -19,7 +19,7 @@ from loramux.common import logs
 from loramux.common.settings.file import Settings, SettingsError, load_settings
 from loramux.common.settings.serving import BaseSettings, Dtype, Quantization
 from loramux.serving.checkpoint_files import ensure_checkpoints
-from loramux_api.cli.common import config_option, json_option, note, put
+from loramux_api.cli.common import CommandGroup, config_option, json_option, note, put
 from loramux_api.cli.remote import Remote, on_server
 from loramux_client.objects import Base, BaseMigration, BaseMigrationItem, Engine, Linears, Moved
 
@@ -42,7 +42,7 @@ class RangeType(click.ParamType[dict[str, int]]):
         return dict(zip(("min", "max"), map(int, numbers), strict=False))
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def base() -> None:
     """Add, list, retire and migrate base models on running servers. The key needs the scope `operator`.
 
@@ -60,13 +60,15 @@ def base() -> None:
 )
 @click.option("--engines", type=RangeType(), default="1", show_default=True, help="Engines: MIN or MIN,MAX.")
 @click.option("--device", "devices", multiple=True, help="A device of its engines, such as cuda:1; repeat for several.")
-@click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True, help="Weights' type.")
+@click.option(
+    "--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True, help="Type of the weights."
+)
 @click.option(
     "--quantization",
     type=click.Choice(get_args(Quantization)),
     default="none",
     show_default=True,
-    help="Of weights.",
+    help="Form of the weights in memory.",
 )
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until it serves, or has failed to load.")
 @on_server
@@ -118,7 +120,9 @@ def list_bases(remote: Remote) -> None:
 @base.command()
 @click.argument("name")
 @click.option("--successor", help="The base model that refusals name instead; default: that of its migration.")
-@click.option("--force", is_flag=True, help="Although aliases point at adapters for it: they are answered 410 then.")
+@click.option(
+    "--force", is_flag=True, help="Retire it even if aliases point at adapters for it; their requests get 410."
+)
 @on_server
 def retire(remote: Remote, name: str, successor: str | None, force: bool) -> None:
     """Take no more uploads and requests for a base model, and stop its engines once no request runs.
@@ -204,7 +208,13 @@ def cancel(remote: Remote, migration: str) -> None:
 
 @base.command()
 @click.argument("migration")
-@click.option("--weight", type=click.IntRange(1, 100), default=100, show_default=True, help="Percent; else a canary.")
+@click.option(
+    "--weight",
+    type=click.IntRange(1, 100),
+    default=100,
+    show_default=True,
+    help="Percent of an alias's requests; below 100 it is a canary.",
+)
 @click.option("--tenant", help="Only this tenant's adapters.")
 @click.option("--adapter", help="Only this adapter, TENANT/ADAPTER.")
 @on_server
@@ -290,7 +300,7 @@ _seconds = click.option(
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def fleet() -> None:
     """Show, drain and restart a running server's engines. The key needs the scope `operator`.
 
@@ -369,7 +379,7 @@ def _linears(linears: Linears | None) -> str:
     return f", linears in {linears.format}{floor}{reading}"
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def engine() -> None:
     """Serve one engine of a base for servers on this and other machines.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import click
 
+from loramux_api.cli.common import table
 from loramux_api.cli.remote import AdapterType, Remote, RemoteRevision, RevisionType, on_server
 from loramux_client.objects import EvaluatedRevision, Evaluation, Interval, Policy, RevisionReport, Shadow
 
@@ -29,7 +30,11 @@ policy_alias = click.option("--alias", default="default", show_default=True, hel
     show_default=True,
     help=f'{", ".join(GRADERS)}, or JSON such as \'{{"type": "judge", "url": ..., "model": ...}}\'.',
 )
-@click.option("--judge-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="API key's file.")
+@click.option(
+    "--judge-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the API key of the judge's endpoint.",
+)
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait for the result.")
 @on_server
 def evaluate(
@@ -108,7 +113,7 @@ def policy(remote: Remote, name: str, *, alias: str, demands: tuple[str, ...], o
 @click.command("metrics")
 @click.argument("name")
 @click.option(
-    "--window", type=click.Choice(["1h", "24h", "7d", "30d"]), default="24h", show_default=True, help="Until now."
+    "--window", type=click.Choice(["1h", "24h", "7d", "30d"]), default="24h", show_default=True, help="Time up to now."
 )
 @on_server
 def metrics(remote: Remote, name: str, window: str) -> None:
@@ -119,13 +124,20 @@ def metrics(remote: Remote, name: str, window: str) -> None:
       loramux adapter metrics support --window 7d
     """
     found = remote.client.adapters.metrics(name, window)
-    remote.put(found, "\n".join(map(_report_line, found)) or f"{name} got no requests of yours in {window}")
+    heads = ("model", "requests", "failed", "refused", "first token p99", "tokens/s", "feedback")
+    remote.put(found, table(heads, map(_report_row, found)) or f"{name} got no requests of yours in {window}")
 
 
 @click.command("shadow")
 @click.argument("revision", type=AdapterType())
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), help="Share of the requests; starts a shadow.")
-@click.option("--max-tokens-per-day", type=click.IntRange(1), default=1_000_000, show_default=True)
+@click.option(
+    "--max-tokens-per-day",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="Tokens that the shadow may compute in a day (UTC).",
+)
 @click.option("--keep-outputs", is_flag=True, help="Keep both answers of each request in files of the callers'.")
 @click.option("--stop", is_flag=True, help="End the shadow.")
 @on_server
@@ -261,13 +273,14 @@ def _side_line(side: EvaluatedRevision) -> str:
     return line if side.cost is None else f"{line}\t{side.cost.amount} {side.cost.currency}"
 
 
-def _report_line(report: RevisionReport) -> str:
-    p99 = report.first_token_seconds.get("p99")
-    first = "-" if p99 is None else f"{p99:.3f} s"
-    pace = "-" if report.tokens_per_second is None else f"{report.tokens_per_second:.1f}"
-    mean = report.feedback.mean_score
-    score = "" if mean is None else f"\tfeedback {mean:.2f} ({report.feedback.count})"
+def _report_row(report: RevisionReport) -> tuple[object, ...]:
+    p99, mean = report.first_token_seconds.get("p99"), report.feedback.mean_score
     return (
-        f"{report.model}\t{report.requests} requests\t{report.failed} failed\t{report.refused} refused\t"
-        f"first token p99 {first}\t{pace} tokens/s{score}"
+        report.model,
+        report.requests,
+        report.failed,
+        report.refused,
+        "" if p99 is None else f"{p99:.3f} s",
+        "" if report.tokens_per_second is None else f"{report.tokens_per_second:.1f}",
+        "" if mean is None else f"{mean:.2f} ({report.feedback.count})",
     )

@@ -96,15 +96,18 @@ def on_server(command: Callable[..., None]) -> Callable[..., None]:
         secret = key_file.read_text().strip() if key_file else key
         if not secret:
             raise click.UsageError("give an API key: --key-file FILE, --key KEY, or LORAMUX_API_KEY in the environment")
-        with Client(url or _url_of(config), api_key=secret, retry=RETRY) as client:
+        with Client(url or address_of(config), api_key=secret, retry=RETRY) as client:
             command(Remote(client, as_json), *args, **rest)
 
     return run
 
 
-def _url_of(config: Path | None) -> str | None:
-    """Return the address of the settings' server; None for the default address."""
+def address_of(config: Path | None) -> str | None:
+    """Return the address at which this machine calls the settings' server; None for the default address."""
     if config is None:
         return None
     server = load_settings(config).server
-    return f"http://{server.host}:{server.port}"
+    every = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  every interface is an address to listen on, not to call
+    host = every.get(server.host, server.host)
+    scheme = "http" if server.tls_certificate is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"

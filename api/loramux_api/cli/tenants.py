@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -14,10 +15,12 @@ from loramux.money.limits.definitions import LIMITS
 from loramux.money.limits.limits import PERIODS, Limit, Limits
 from loramux.money.pricing import NANO
 from loramux_api.cli.common import (
+    CommandGroup,
     config_option,
     day,
     json_option,
     put,
+    table,
     tenant_option,
     with_account,
     with_limits,
@@ -25,11 +28,12 @@ from loramux_api.cli.common import (
 )
 from loramux_api.cli.default_server import config_argument
 
-_name = click.argument("name", type=click.Choice(list(LIMITS)))
+_name = click.argument("name", type=click.Choice(list(LIMITS)), metavar="NAME")
+_NAMES = "\b\nNAME is one of:\n  " + "\n  ".join(LIMITS)
 _subject_option = click.option("--subject", help="Id of a project, key or member; default: the whole tenant.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def tenant() -> None:
     """Create, list, move and suspend tenants (customers).
 
@@ -71,7 +75,7 @@ def list_tenants(config: Path, as_json: bool) -> None:
       loramux tenant ls --config configs/single-node.toml
     """
     found = with_tenants(config, lambda tenants: tenants.list_tenants())
-    put(as_json, found, "\n".join(map(_tenant_line, found)) or "No tenants yet.")
+    put(as_json, found, _tenants_table(found) or "No tenants yet; make one: loramux tenant create NAME")
 
 
 @tenant.command("move")
@@ -87,7 +91,7 @@ def move_tenant(name: str, tier: str, config: Path, as_json: bool) -> None:
       loramux tenant move acme --tier interactive --config configs/single-node.toml
     """
     moved = with_tenants(config, lambda tenants: tenants.move(name, tier))
-    put(as_json, moved, _tenant_line(moved))
+    put(as_json, moved, _tenants_table([moved]))
 
 
 @tenant.command("suspend")
@@ -102,7 +106,7 @@ def suspend_tenant(name: str, config: Path, as_json: bool) -> None:
       loramux tenant suspend acme --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.suspend(name))
-    put(as_json, changed, _tenant_line(changed))
+    put(as_json, changed, _tenants_table([changed]))
 
 
 @tenant.command("resume")
@@ -117,7 +121,7 @@ def resume_tenant(name: str, config: Path, as_json: bool) -> None:
       loramux tenant resume acme --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.resume(name))
-    put(as_json, changed, _tenant_line(changed))
+    put(as_json, changed, _tenants_table([changed]))
 
 
 @tenant.command("zero-retention")
@@ -135,7 +139,7 @@ def set_zero_retention(name: str, zero_retention: bool, config: Path, as_json: b
       loramux tenant zero-retention acme --on --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.set_zero_retention(name, zero_retention))
-    put(as_json, changed, _tenant_line(changed))
+    put(as_json, changed, _tenants_table([changed]))
 
 
 @tenant.command("allow-judges")
@@ -151,10 +155,10 @@ def set_allow_judges(name: str, allow_judges: bool, config: Path, as_json: bool)
       loramux tenant allow-judges acme --on --config configs/single-node.toml
     """
     changed = with_tenants(config, lambda tenants: tenants.set_allow_judges(name, allow_judges))
-    put(as_json, changed, _tenant_line(changed))
+    put(as_json, changed, _tenants_table([changed]))
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def tier() -> None:
     """Manage tiers: a class of the scheduler, a weight in it, and the service tiers that requests may use.
 
@@ -177,7 +181,7 @@ def tier() -> None:
     multiple=True,
     default=ALLOWED_AT_FIRST,
     show_default=True,
-    help="A service tier that requests may ask for beside `default`. Repeatable.",
+    help="A service tier that requests may ask for in addition to `default`. Repeatable.",
 )
 @config_option()
 @json_option
@@ -207,8 +211,8 @@ def list_tiers(config: Path, as_json: bool) -> None:
       loramux tier ls --config configs/single-node.toml
     """
     found = with_tenants(config, lambda tenants: tenants.tiers.all())
-    lines = [f"{one.name}\t{one.service_class}\tweight {one.weight}\t{' '.join(one.service_tiers)}" for one in found]
-    put(as_json, found, "\n".join(lines))
+    rows = [(one.name, one.service_class, one.weight, " ".join(one.service_tiers)) for one in found]
+    put(as_json, found, table(("tier", "class", "weight", "service tiers"), rows))
 
 
 @tier.command("rm")
@@ -226,7 +230,7 @@ def remove_tier(name: str, config: Path, as_json: bool) -> None:
     put(as_json, removed, f"Tier {removed.name} is deleted.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def project() -> None:
     """Manage a tenant's projects. Limits and invoice lines can be set per project.
 
@@ -264,7 +268,8 @@ def list_projects(tenant_name: str, config: Path, as_json: bool) -> None:
       loramux project ls --tenant acme --config configs/single-node.toml
     """
     found = with_account(config, tenant_name, lambda account: account.projects.all())
-    put(as_json, found, "\n".join(f"{one.id}\t{one.name}\tarchived {day(one.archived_at)}" for one in found))
+    rows = [(one.id, one.name, day(one.archived_at)) for one in found]
+    put(as_json, found, table(("id", "project", "archived"), rows))
 
 
 @project.command("archive")
@@ -286,7 +291,7 @@ def archive_project(name: str, tenant_name: str, config: Path, as_json: bool) ->
     )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def limit() -> None:
     """Limit the rates of tenants, projects and keys.
 
@@ -296,7 +301,7 @@ def limit() -> None:
     """
 
 
-@limit.command("set")
+@limit.command("set", epilog=_NAMES)
 @_name
 @click.argument("value", type=click.IntRange(0))
 @tenant_option
@@ -306,6 +311,8 @@ def limit() -> None:
 def set_limit(name: str, value: int, tenant_name: str, subject: str | None, config: Path, as_json: bool) -> None:
     """Set the limit NAME of a tenant to VALUE, from its next request on.
 
+    VALUE is a whole number of what the name says; bytes for the names that end with bytes.
+
     \b
     Example:
       loramux limit set concurrent_requests 32 --tenant acme --config configs/single-node.toml
@@ -313,10 +320,10 @@ def set_limit(name: str, value: int, tenant_name: str, subject: str | None, conf
     made = with_limits(
         config, tenant_name, lambda limits, tenant: limits.put(tenant.id, subject or tenant.id, name, value)
     )
-    put(as_json, made, _limit_line(made))
+    put(as_json, made, _limits_table([made]))
 
 
-@limit.command("rm")
+@limit.command("rm", epilog=_NAMES)
 @_name
 @tenant_option
 @_subject_option
@@ -335,7 +342,7 @@ def remove_limit(name: str, tenant_name: str, subject: str | None, config: Path,
     put(as_json, removed, f"{removed.name} is no longer limited for {removed.subject}.")
 
 
-@limit.command("set-tier")
+@limit.command("set-tier", epilog=_NAMES)
 @_name
 @click.argument("value", type=click.IntRange(0))
 @click.option("--tier", required=True, help="Tier name. A tenant's own limit takes precedence.")
@@ -349,7 +356,7 @@ def set_tier_limit(name: str, value: int, tier: str, config: Path, as_json: bool
       loramux limit set-tier requests_per_minute 600 --tier standard --config configs/single-node.toml
     """
     made = with_tenants(config, lambda tenants: Limits(tenants.changes).put_for_tier(tier, name, value))
-    put(as_json, made, _limit_line(made))
+    put(as_json, made, _limits_table([made]))
 
 
 @limit.command("ls")
@@ -364,10 +371,10 @@ def list_limits(tenant_name: str, config: Path, as_json: bool) -> None:
       loramux limit ls --tenant acme --config configs/single-node.toml
     """
     found = with_limits(config, tenant_name, lambda limits, tenant: limits.of(tenant.id, tenant.tier))
-    put(as_json, found, "\n".join(map(_limit_line, found)) or f"{tenant_name} has no limits.")
+    put(as_json, found, _limits_table(found) or f"{tenant_name} has no limits.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def budget() -> None:
     """Limit what tenants, projects and keys may spend in a day, in a month, or in total.
 
@@ -396,7 +403,7 @@ def set_budget(period: str, amount: str, tenant_name: str, subject: str | None, 
     made = with_limits(
         config, tenant_name, lambda limits, tenant: limits.put_budget(tenant.id, subject or tenant.id, period, nano)
     )
-    put(as_json, made, f"{made.subject}\t{made.period}\t{amount}")
+    put(as_json, made, table(("of", "period", "amount"), [(made.subject, made.period, amount)]))
 
 
 @budget.command("rm")
@@ -430,8 +437,8 @@ def list_budgets(tenant_name: str, config: Path, as_json: bool) -> None:
       loramux budget ls --tenant acme --config configs/single-node.toml
     """
     found = with_limits(config, tenant_name, lambda limits, tenant: limits.budgets(tenant.id))
-    lines = [_budget_line(state) for state in found]
-    put(as_json, found, "\n".join(lines) or f"{tenant_name} has no budget.")
+    heads = ("of", "period", "amount", "spent", "of it for answers left unread", "reserved")
+    put(as_json, found, table(heads, map(_budget_row, found)) or f"{tenant_name} has no budget.")
 
 
 def _nano(amount: str) -> int:
@@ -441,21 +448,20 @@ def _nano(amount: str) -> int:
     return int(whole) * NANO + int(part.ljust(9, "0"))
 
 
-def _budget_line(state: BudgetState) -> str:
-    budget = state.budget
-    amount, spent, held = (format_money(nanos, state.currency) for nanos in (budget.amount, state.spent, state.held))
-    unread = (
-        f" ({format_money(state.abandoned, state.currency)} of it for answers left unread)" if state.abandoned else ""
-    )
-    return f"{budget.subject}\t{budget.period}\t{amount}\tspent {spent}{unread}\theld {held}"
+def _budget_row(state: BudgetState) -> tuple[str, ...]:
+    amounts = (state.budget.amount, state.spent, state.abandoned, state.held)
+    return (state.budget.subject, state.budget.period, *(format_money(nanos, state.currency) for nanos in amounts))
 
 
-def _limit_line(one: Limit) -> str:
-    return f"{one.subject}\t{one.name}\t{one.value}"
+def _limits_table(found: Iterable[Limit]) -> str:
+    return table(("of", "limit", "value"), [(one.subject, one.name, f"{one.value:,}") for one in found])
 
 
-def _tenant_line(one: Tenant) -> str:
+def _tenants_table(found: Iterable[Tenant]) -> str:
+    return table(("tenant", "tier", "since", "state", "notes"), map(_tenant_row, found))
+
+
+def _tenant_row(one: Tenant) -> tuple[str, ...]:
     state = "live" if one.suspended_at is None else f"suspended since {day(one.suspended_at)}"
-    retention = "\tzero retention" if one.zero_retention else ""
-    judges = "\tjudges allowed" if one.allow_judges else ""
-    return f"{one.name}\t{one.tier}\tsince {day(one.created_at)}\t{state}{retention}{judges}"
+    notes = (("zero retention", one.zero_retention), ("judges allowed", one.allow_judges))
+    return one.name, one.tier, day(one.created_at), state, ", ".join(note for note, holds in notes if holds)

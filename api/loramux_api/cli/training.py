@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loramux.common import logs
 from loramux.common.settings.file import Settings, load_settings
-from loramux_api.cli.common import config_option, json_option, put
+from loramux_api.cli.common import CommandGroup, config_option, json_option, put, table
 from loramux_api.cli.remote import Remote, on_server
 from loramux_client.objects import FineTuningEvent, FineTuningJob
 
@@ -33,7 +33,7 @@ IDLE_SECONDS = 30.0
 STDIN = 0
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def finetune() -> None:
     """Fine-tune a base, or one of your adapters, on a file of examples.
 
@@ -54,11 +54,11 @@ def finetune() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A second file, whose loss is measured after each epoch.",
 )
-@click.option("--epochs", type=click.IntRange(1, 100), help="Number of epochs.")
-@click.option("--batch-size", type=click.IntRange(1, 256), help="Examples in a step.")
-@click.option("--learning-rate-multiplier", type=float, help="Factor of the server's learning rate.")
+@click.option("--epochs", type=click.IntRange(1, 100), help="Number of epochs. Default: the server's choice.")
+@click.option("--batch-size", type=click.IntRange(1, 256), help="Examples in a step. Default: the server's choice.")
+@click.option("--learning-rate-multiplier", type=float, help="Factor of the server's learning rate. Default: 1.")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the order and of the first weights.")
-@click.option("--rank", type=click.IntRange(1), help="Rank of the adapter.")
+@click.option("--rank", type=click.IntRange(1), help="Rank of the adapter. Default: the server's choice.")
 @click.option("--watch", "watches", is_flag=True, help="Wait for the end, and show the progress.")
 @on_server
 def create(
@@ -104,7 +104,7 @@ def list_jobs(remote: Remote, limit: int) -> None:
       loramux finetune list
     """
     found = remote.client.fine_tuning.list(limit=limit)
-    remote.put(found, "\n".join(map(_line, found)) or "No jobs yet; create one: loramux finetune create FILE --model M")
+    remote.put(found, _jobs_table(found) or "No jobs yet; create one: loramux finetune create FILE --model M")
 
 
 @finetune.command("watch")
@@ -131,7 +131,7 @@ def cancel(remote: Remote, id: str) -> None:
       loramux finetune cancel ftjob-...
     """
     found = remote.client.fine_tuning.cancel(id)
-    remote.put(found, _line(found))
+    remote.put(found, _jobs_table([found]))
 
 
 @click.command()
@@ -228,13 +228,14 @@ def _latest(events: list[FineTuningEvent]) -> dict[str, float]:
 
 
 def _end(remote: Remote, job: FineTuningJob) -> None:
-    remote.put(job, _line(job))
+    remote.put(job, _jobs_table([job]))
     if job.status == "failed":
         raise click.exceptions.Exit(1)
 
 
-def _line(job: FineTuningJob) -> str:
-    result = job.fine_tuned_model or job.model
-    tokens = "" if job.trained_tokens is None else f"\t{job.trained_tokens} tokens"
-    error = "" if job.error is None else f"\t{job.error.message}"
-    return f"{job.id}\t{job.status}\t{result}{tokens}{error}"
+def _jobs_table(found: list[FineTuningJob]) -> str:
+    rows = [
+        (one.id, one.status, one.fine_tuned_model or one.model, one.trained_tokens, one.error and one.error.message)
+        for one in found
+    ]
+    return table(("id", "state", "model", "trained tokens", "error"), rows)

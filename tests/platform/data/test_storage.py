@@ -260,8 +260,16 @@ def test_a_store_that_does_not_answer_says_so(tmp_path: Path) -> None:
     options = {"endpoint": "http://127.0.0.1:9", "region": "x", "access_key_id": "k", "secret_access_key": "s"}
     with pytest.raises(StorageUnavailable):
         open_blobs("s3://bucket", str(tmp_path / "c"), options | {"no_such_option": "x"})
-    with pytest.raises(StorageUnavailable):
-        open_blobs("ftp://bucket", str(tmp_path / "c"), {})
+
+
+@pytest.mark.parametrize("where", ["ftp://bucket", "s4://bucket/x"])
+def test_address_of_no_store_names_the_addresses_that_are_known(where: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageUnavailable) as refused:
+        open_blobs(where, str(tmp_path / "c"), {})
+    assert str(refused.value) == (
+        f"{where} is not an address of a store; write a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
+        "az://CONTAINER/PREFIX"
+    )
 
 
 def test_the_living_keep_their_area(store: BlobStore, opened: Open, tmp_path: Path) -> None:

@@ -227,6 +227,16 @@ async def test_billing_rows_refuse_updates_and_deletes(
             sql(statement)
 
 
+def test_mistake_in_a_price_file_names_the_field_and_what_it_takes(tmp_path: Path) -> None:
+    file = tmp_path / "plans.toml"
+    file.write_text(PLANS.replace('price = "', "price = 1 #", 1))
+    with pytest.raises(InvalidPlan, match=r'plans\[0\]\.prices\[0\]\.price must be text in quotes.*, not 1; write "1"'):
+        read_plans(file)
+    file.write_text(PLANS.replace("currency =", "curency =", 1))
+    with pytest.raises(InvalidPlan, match=r"plans\[0\] has no setting `curency`; did you mean `currency`"):
+        read_plans(file)
+
+
 async def test_prices_are_only_added_and_never_to_a_closed_period(
     database: Database, priced: BillingService, clock: Clock, tmp_path: Path
 ) -> None:
@@ -290,12 +300,12 @@ async def test_plan_of_an_open_month_is_replaced_or_taken_back_and_the_bill_foll
     ("old", "new", "told"),
     [
         ('currency = "USD"', 'currency = "XAU"', "ISO 4217"),
-        ('price = "0.20"', "price = 0.20", "Expected `str"),
+        ('price = "0.20"', "price = 0.20", "must be text in quotes"),
         ('price = "0.20"', 'price = "0.0000000001"', "at most 9 digits"),
         ('meter = "output"', 'meter = "waived_output"', "meter is one of"),
         ('minimum = "0.50"', 'minimum = "0.505"', "at most 2 digits"),
         ("above = 10_000", "above = 0", "begin above 0 and rise"),
-        ("free = 1_000", "fre = 1_000", "unknown field"),
+        ("free = 1_000", "fre = 1_000", "has no setting `fre`; did you mean `free`"),
         ('name = "standard"', 'name = "No Spaces"', "a plan's name"),
     ],
 )

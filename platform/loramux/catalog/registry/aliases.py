@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from loramux.catalog.registry.changes import UNCONDITIONAL, AdapterChange, ChangeService, Preconditions
 from loramux.catalog.registry.entities import AdapterInfo, AliasInfo, WeightedRevision
-from loramux.catalog.registry.errors import ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
+from loramux.catalog.registry.errors import ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters, where_listed
 from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
 from loramux.data.entities import AliasMove
 from loramux.data.records.aliases import DEFAULT_ALIAS, WHOLE, AliasVersionRow, Target, targets_of
@@ -134,7 +134,7 @@ class AliasService:
                 raise ChangeConflict(
                     "nothing_to_roll_back_to",
                     f"`{change.name}:{alias}` has no {'earlier version' if version is None else f'version {version}'} "
-                    "whose revisions are all still there; see GET .../history, and promote a revision instead.",
+                    "whose revisions are all still there; see `loramux adapter history`, or promote a revision.",
                     "version",
                 )
             targets = [Target(callable_[number], weight) for number, weight in targets_of(row).items()]
@@ -190,7 +190,9 @@ async def existing_alias(change: AdapterChange, alias: str) -> AliasInfo:
     """Describe the alias; raises PartNotFound."""
     found = await alias_of(change, alias)
     if found is None:
-        raise PartNotFound("alias", change.name, f"has no alias {alias[:80]!r}; list them with GET .../aliases.")
+        raise PartNotFound(
+            "alias", change.name, f"has no alias {alias[:80]!r}; {where_listed(change.name, 'aliases')}."
+        )
     return found
 
 

@@ -25,7 +25,7 @@ from loramux.catalog.registry.entities import (
     grant_info,
     revision_info,
 )
-from loramux.catalog.registry.errors import AdapterNotFound, PartNotFound, PreconditionFailed
+from loramux.catalog.registry.errors import AdapterNotFound, PartNotFound, PreconditionFailed, where_listed
 from loramux.catalog.registry.resolver import own_adapter
 from loramux.common.identity import Principal
 from loramux.data.entities import AliasMove, EventDetail
@@ -86,7 +86,9 @@ class AdapterChange:
         """Find a callable revision of the adapter. Raises PartNotFound."""
         revision = await self.adapters.revision(self.adapter.id, number)
         if revision is None or revision.deleted_at is not None:
-            raise PartNotFound("revision", self.name, f"has no revision {number}; list them with GET .../revisions.")
+            raise PartNotFound(
+                "revision", self.name, f"has no revision {number}; {where_listed(self.name, 'revisions')}."
+            )
         return revision
 
     async def info(self) -> AdapterInfo:

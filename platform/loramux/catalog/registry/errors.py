@@ -75,6 +75,11 @@ class PartNotFound(ModelNotFound):
         self.code = f"{part}_not_found"
 
 
+def where_listed(name: str, part: str) -> str:
+    """Return where to see the parts of an adapter: the command, and the call over HTTP."""
+    return f"see `loramux adapter show {name[:SHOWN]}` or GET /v1/adapters/{name[:SHOWN]}/{part}"
+
+
 class TooManyAdapters(RegistryError):
     """A limit is reached; the message names it. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
 

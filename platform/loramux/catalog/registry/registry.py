@@ -27,7 +27,7 @@ from loramux.catalog.registry.entities import (
     revision_info,
     version_info,
 )
-from loramux.catalog.registry.errors import AdapterNotFound, InvalidChange, PartNotFound, TooManyAdapters
+from loramux.catalog.registry.errors import AdapterNotFound, InvalidChange, PartNotFound, TooManyAdapters, where_listed
 from loramux.catalog.registry.resolver import BaseModels, ModelResolver, engine_key, own_adapter
 from loramux.common.bundle import decode_bundle
 from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
@@ -115,7 +115,7 @@ class AdapterQueries:
         """Describe a revision, its bundle and its training. Raises PartNotFound."""
         found = [one for one in await self.revisions(principal, name) if one.number == number]
         if not found:
-            raise PartNotFound("revision", name, f"has no revision {number}; list them with GET .../revisions.")
+            raise PartNotFound("revision", name, f"has no revision {number}; {where_listed(name, 'revisions')}.")
         async with self._database.read() as session:
             bundle, card = await AdapterRepository(session, principal.tenant).bundle_and_training(found[0].id)
         return msgspec.structs.replace(
@@ -131,7 +131,7 @@ class AdapterQueries:
             rows = await AliasRepository(session, principal.tenant).history(adapter.id, alias)
             names = await names_of_actors(session, {row.changed_by for row in rows}, principal.tenant)
         if not rows:
-            raise PartNotFound("alias", name, f"never had an alias {alias[:80]!r}; list them with GET .../aliases.")
+            raise PartNotFound("alias", name, f"never had an alias {alias[:80]!r}; {where_listed(name, 'aliases')}.")
         return [version_info(row, names.get(row.changed_by)) for row in rows]
 
     async def grants(self, principal: Principal, name: str) -> list[GrantInfo]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import inspect
 
+from loramux.common.settings.mistakes import describe_mistake
 from loramux.common.settings.server import (
     BatchSettings,
     BillingSettings,
@@ -54,8 +52,6 @@ RENAMED_SETTINGS: dict[str, str] = {
 
 FONT_MAGIC = (b"\0\1\0\0", b"true", b"OTTO", b"ttcf")
 """The beginnings of font files."""
-
-_unknown = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<place>[^`]*)`)?")
 
 
 class SettingsError(ValueError):
@@ -166,8 +162,7 @@ def load_settings(path: Path) -> Settings:
     try:
         settings = msgspec.convert(data, Settings)
     except msgspec.ValidationError as error:
-        suggestion = _suggestion_for(str(error), Settings)
-        raise SettingsError(f"{path}: {error}" + (f"; {suggestion}" if suggestion else "")) from None
+        raise SettingsError(f"{path}: {describe_mistake(str(error), data, Settings)}") from None
     _check_names(settings, path)
     return resolve_paths(settings, path.resolve().parent)
 
@@ -269,39 +264,3 @@ def _issuer_at(issuer: IssuerSettings, at: Callable[[str], str]) -> IssuerSettin
     if client is None or client.secret_file is None:
         return issuer
     return msgspec.structs.replace(issuer, sign_in=msgspec.structs.replace(client, secret_file=at(client.secret_file)))
-
-
-def _suggestion_for(refusal: str, settings: type[msgspec.Struct]) -> str:
-    """Return a sentence with the setting that was probably meant, the nearest key of the same table, or with the table
-    that the key belongs to; empty if no name is similar.
-
-    `refusal` is msgspec's, such as "Object contains unknown field `prot` - at `$.server`".
-    """
-    found = _unknown.search(refusal)
-    if found is None:
-        return ""
-    key, root = found["key"], inspect.type_info(settings)
-    place = [part.partition("[")[0] for part in (found["place"] or "").split(".") if part]
-    table: inspect.Type = root
-    for part in place:
-        table = _tables_of(table).get(part, table)
-    names = [field.encode_name for field in _fields(table)]
-    if near := get_close_matches(key, names, n=1, cutoff=0.6):
-        return f"did you mean `{near[0]}`?"
-    homes = [name for name, one in _tables_of(root).items() if key in [field.encode_name for field in _fields(one)]]
-    return f"`{key}` belongs to {' or '.join(f'[{name}]' for name in homes)}" if homes else ""
-
-
-def _fields(table: inspect.Type) -> tuple[inspect.Field, ...]:
-    return table.fields if isinstance(table, inspect.StructType) else ()
-
-
-def _tables_of(table: inspect.Type) -> dict[str, inspect.Type]:
-    """Return the tables in a table, by name: its structs, and the items of its lists of structs."""
-    found: dict[str, inspect.Type] = {}
-    for field in _fields(table):
-        for kind in field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,):
-            item = kind.item_type if isinstance(kind, inspect.VarTupleType) else kind
-            if isinstance(item, inspect.StructType):
-                found[field.encode_name] = item
-    return found

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import obstore
+from obstore.exceptions import GenericError
 from obstore.store import LocalStore, from_url
 
-from loramux.data.storage.errors import StorageFaults
+from loramux.data.storage.errors import StorageFaults, StorageUnavailable
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -170,6 +171,13 @@ def open_objects(where: str, options: Mapping[str, str], faults: StorageFaults |
     faults = faults or StorageFaults()
     if "://" not in where:
         return Folder(Path(where), faults)
+    try:
+        obstore.parse_scheme(where)
+    except GenericError:
+        raise StorageUnavailable(
+            f"{where} is not an address of a store; write a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
+            "az://CONTAINER/PREFIX"
+        ) from None
     client: ClientConfig = {"timeout": LONGEST, "read_timeout": SILENCE}
     if any(value.startswith("http://") for value in options.values()):
         client["allow_http"] = True

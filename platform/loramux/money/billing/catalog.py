@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, date, datetime, time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Change, Changes
 from loramux.common.identity import GRAMMAR_IN_WORDS, TenantId, is_name, new_id
+from loramux.common.settings.mistakes import describe_mistake
 from loramux.common.units import DAY, SECOND
 from loramux.data.records.base import to_struct
 from loramux.data.records.billing import PeriodRepository, PlanRow, PriceRepository, PriceRow, SubscriptionRow
@@ -129,12 +130,16 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_plans(path: Path) -> tuple[PlanSpec, ...]:
     """Read the plans in a file. Raises InvalidPlan with the names of the file and the field."""
+    data: dict[str, Any] = {}
     try:
-        plans = msgspec.convert(tomllib.loads(path.read_text()), PlanFile).plans
+        data = tomllib.loads(path.read_text())
+        plans = msgspec.convert(data, PlanFile).plans
     except OSError as error:
         raise InvalidPlan(f"{path} cannot be read: {error.strerror}", "file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise InvalidPlan(f"{path}: {error}", "file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidPlan(f"{path} is not valid TOML: {error}", "file") from None
+    except msgspec.ValidationError as error:
+        raise InvalidPlan(f"{path}: {describe_mistake(str(error), data, PlanFile)}", "file") from None
     for plan in plans:
         plan.check()
     return plans
