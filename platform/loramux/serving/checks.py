@@ -61,7 +61,7 @@ UNSUPPORTED_TASK = "unsupported_task"
 CLASSIFIERS: Mapping[str | None, Pooling] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
 """Poolings of classifiers, by task."""
 _CONTAINERS = (dict, list, tuple)
-"""Types of the lists and objects in a decoded body. To ask for `Mapping` takes six times as long, and a body has up to
+"""Types of the lists and objects in a decoded body. `Mapping` takes eight times as long, and a body has up to
 50,000 of them.
 """
 _encode = msgspec.json.Encoder(order="sorted").encode
