@@ -229,7 +229,8 @@ class CompletionWriter(Writer):
     def collect(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
         self._collected[delta.index].add(delta)
-        self._of_prompts.add(delta)
+        if self._body.prompt_logprobs is not None:
+            self._of_prompts.add(delta)
         self._add_echoed(delta)
         if self._body.logprobs is not None:
             self._logprobs[delta.index].extend(**self._lists(delta.index, asked_logprobs(delta, self._body)))
