@@ -200,7 +200,10 @@ class RequestReader:
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         check_prompt_logprobs(asked, num_tokens)
-        texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
+        texts = []
+        for prompt in prompts if asked.echo else ():
+            texts.append(await format.tokenizer.spell(prompt.token_ids, principal.tenant))
+            await asyncio.sleep(0)  # a short prompt is spelled on the event loop, in about 1 ms
         repeated = count_repeated_bytes(asked, num_tokens, sum(len(one.text) for one in texts))
         base.ensure_serves()
         return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts, repeated)
