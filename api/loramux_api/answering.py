@@ -235,6 +235,31 @@ async def run_while_connected(request: AnyRequest, work: Awaitable[T], deadline_
         leaving.cancel()
 
 
+class JsonLists:
+    """Parallel lists of a JSON object that are written while their values come, so that no turn of the event loop
+    writes all of a large answer.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.length = 0
+        """Number of values of each list."""
+        self._parts: dict[str, list[bytes]] = {name: [] for name in names}
+
+    def extend(self, **values: Sequence[object]) -> None:
+        """Write more values of each list: as many for each."""
+        for name, parts in self._parts.items():
+            if more := values[name]:
+                parts.append(_encode(more)[1:-1])
+        self.length += len(more)
+
+    def written(self, after: JsonLists | None = None) -> dict[str, Any]:
+        """Return the lists by name, each as JSON; with `after`, its values come first."""
+        return {
+            name: msgspec.Raw(b"[" + b",".join([*(after._parts[name] if after else ()), *parts]) + b"]")
+            for name, parts in self._parts.items()
+        }
+
+
 @dataclass(slots=True)
 class CollectedChoice:
     """One choice of an answer that is sent in one piece."""
@@ -243,17 +268,10 @@ class CollectedChoice:
     thoughts: list[str] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log probabilities of the chosen tokens, without alternatives."""
-    encoded: list[msgspec.Raw] = field(default_factory=list)
-    """JSON of the logprobs, or of their alternatives, one entry per token: the costly part."""
     finish_reason: FinishReason | None = None
-    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
-    def add(
-        self, delta: Delta, encode: Callable[[TokenLogprob], object] | None, logprobs: Sequence[TokenLogprob]
-    ) -> None:
-        """Add a delta; `encode` returns the JSON of each entry of `logprobs`."""
+    def add(self, delta: Delta) -> None:
+        """Add a delta. The writer writes log probabilities into JsonLists of its own."""
         if delta.is_unended_thought:
             self.thoughts.clear()
         self.texts.append(delta.text)
@@ -261,10 +279,6 @@ class CollectedChoice:
         self.calls.extend(delta.calls)
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
-        self.prompt_logprobs += delta.prompt_logprobs
-        if encode is not None:
-            self.logprobs.extend(msgspec.structs.replace(one, top=()) for one in logprobs)
-            self.encoded.extend(msgspec.Raw(_encode(encode(one))) for one in logprobs)
 
 
 def asked_logprobs(delta: Delta, body: SamplingBody) -> tuple[TokenLogprob, ...]:
@@ -290,9 +304,27 @@ def spelled(token: Token, body: SamplingBody) -> str:
     return f"token_id:{token.id}" if body.return_tokens_as_token_ids else token.text
 
 
-def prompt_logprob_list(scores: Iterable[PromptTokenLogprob]) -> PromptLogprobList:
-    """Write a prompt's log probabilities in vLLM's form."""
-    return [None, *map(_prompt_entries, scores)]
+class PromptLogprobLists:
+    """Log probabilities of a request's prompts in vLLM's form, written as they come, by the index of a choice."""
+
+    def __init__(self) -> None:
+        self._lists: dict[int, JsonLists] = {}
+
+    def add(self, delta: Delta) -> None:
+        """Write the delta's log probabilities of its choice's prompt."""
+        if delta.prompt_logprobs:
+            self._of(delta.index).extend(entries=[*map(_prompt_entries, delta.prompt_logprobs)])
+
+    def written(self, index: int) -> PromptLogprobList:
+        """Return the list of a choice's prompt, whose first token has null."""
+        found: PromptLogprobList = self._of(index).written()["entries"]
+        return found
+
+    def _of(self, index: int) -> JsonLists:
+        if index not in self._lists:
+            self._lists[index] = JsonLists("entries")
+            self._lists[index].extend(entries=[None])
+        return self._lists[index]
 
 
 def _prompt_entries(one: PromptTokenLogprob) -> dict[str, PromptLogprobEntry]:
@@ -394,8 +426,6 @@ async def _collect(answer: Answer, writer: Writer) -> None:
     while deltas := await answer.read(DELTAS_A_TURN):
         for delta in deltas:
             writer.collect(delta)
-            if delta.pooled:
-                await asyncio.sleep(0)  # a vector takes up to 1 ms to encode, and many may come at once
 
 
 async def _until_disconnected(request: AnyRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from litestar import Response, post
@@ -18,9 +18,10 @@ from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux_api.answering import (
     CollectedChoice,
     Inference,
+    JsonLists,
+    PromptLogprobLists,
     Writer,
     asked_logprobs,
-    prompt_logprob_list,
     spelled,
     usage_of_chunk,
 )
@@ -99,6 +100,9 @@ class ChatWriter(Writer):
         self._inputs: dict[tuple[int, int], InputReader] = {}
         """Readers of the calls of custom tools, by choice and call."""
         self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
+        self._logprobs: defaultdict[int, JsonLists] = defaultdict(lambda: JsonLists("content"))
+        """Log probabilities of the collected choices."""
+        self._of_prompts = PromptLogprobLists()
 
     def opening(self) -> Iterable[ChatChunk]:
         """Return a chunk with the role for every choice."""
@@ -135,8 +139,10 @@ class ChatWriter(Writer):
     def collect(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
         delta = self._noted(delta)
-        encode = self._logprob if self._body.logprobs else None
-        self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
+        self._collected[delta.index].add(delta)
+        self._of_prompts.add(delta)
+        if self._body.logprobs:
+            self._logprobs[delta.index].extend(content=[*map(self._logprob, asked_logprobs(delta, self._body))])
 
     def whole(self, usage: TokenCounts) -> ChatCompletion:
         """Return the collected answer in one piece."""
@@ -156,7 +162,7 @@ class ChatWriter(Writer):
     def _prompt_logprobs(self) -> PromptLogprobList | None:
         if self._body.prompt_logprobs is None:
             return None
-        return prompt_logprob_list(self._collected[0].prompt_logprobs)
+        return self._of_prompts.written(0)
 
     @property
     def _prompt_token_ids(self) -> list[int] | UnsetType:
@@ -185,11 +191,10 @@ class ChatWriter(Writer):
         return "tool_calls" if reason == "stop" and chose else reason
 
     def _choice(self, index: int, choice: CollectedChoice) -> ChatChoice:
-        content = cast(list[ChatLogprob], choice.encoded)
         return ChatChoice(
             index=index,
             message=self._message(choice),
-            logprobs=ChatLogprobs(content) if self._body.logprobs else None,
+            logprobs=ChatLogprobs(**self._logprobs[index].written()) if self._body.logprobs else None,
             finish_reason=self._finish_reason(index, choice.finish_reason),
             token_ids=choice.token_ids if self._body.return_token_ids else UNSET,
         )

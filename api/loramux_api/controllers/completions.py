@@ -22,16 +22,17 @@ from loramux.serving.messages import (
     Delta,
     FinishReason,
     GenerationRequest,
-    PromptTokenLogprob,
+    PromptText,
     Token,
     TokenLogprob,
 )
 from loramux_api.answering import (
     CollectedChoice,
     Inference,
+    JsonLists,
+    PromptLogprobLists,
     Writer,
     asked_logprobs,
-    prompt_logprob_list,
     spelled,
     usage_of_chunk,
 )
@@ -88,6 +89,8 @@ def to_request(body: CompletionBody) -> GenerationRequest:
         kind="cmpl-",
         model=body.model,
         is_streamed=bool(body.stream),
+        repeats_token_ids=bool(body.return_token_ids),
+        repeats_logprobs=bool(body.echo) and body.logprobs is not None,  # the prompt's are sent with the first token
         prompts=prompts,
         sampling=sampling_params(body, body.logprobs, body.logprobs if body.echo else None),
         echo=bool(body.echo),
@@ -112,6 +115,9 @@ class TextLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
     """Null for the first token of a repeated prompt."""
     text_offset: list[int]
+
+
+_LISTS = TextLogprobs.__struct_fields__
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
@@ -171,6 +177,7 @@ class CompletionWriter(Writer):
 
     def __init__(self, body: CompletionBody, answer: Answer, fingerprint: str) -> None:
         self._body = body
+        self._n = body.n or 1
         self._answer = answer
         self._fingerprint = fingerprint
         self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
@@ -178,8 +185,15 @@ class CompletionWriter(Writer):
         """Number of tokens of the answer so far."""
         self._begun: set[int] = set()
         """Choices whose first chunk has been sent."""
-        self._prompt_scores: defaultdict[int, tuple[PromptTokenLogprob, ...]] = defaultdict(tuple)
-        """Log probabilities of the choices' prompts, in a stream."""
+        self._logprobs: defaultdict[int, JsonLists] = defaultdict(lambda: JsonLists(*_LISTS))
+        """Log probabilities of the collected choices."""
+        self._echoed: dict[int, JsonLists] = {}
+        """Log probabilities of the repeated prompts, by the choice that brings them."""
+        self._encoded_texts: dict[int, bytes] = {}
+        """JSON of the texts of the repeated prompts, by the prompt's number."""
+        self._encoded_ids: dict[int, msgspec.Raw] = {}
+        """JSON of the prompts' token ids, by the prompt's number."""
+        self._of_prompts = PromptLogprobLists()
 
     def opening(self) -> Iterable[TextCompletion]:
         """Return no event, because a stream of texts begins with text."""
@@ -188,17 +202,23 @@ class CompletionWriter(Writer):
     def chunk(self, delta: Delta) -> Iterable[TextCompletion]:
         """Return the event for a delta; none if the delta contains nothing that the client requested."""
         self._num_tokens += len(delta.token_ids)
-        if delta.index not in self._begun:
-            self._prompt_scores[delta.index] += delta.prompt_logprobs
+        self._add_echoed(delta)
         delta = msgspec.structs.replace(delta, logprobs=asked_logprobs(delta, self._body))
-        if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
+        with_ids = self._body.return_token_ids and delta.token_ids
+        if not (delta.text or delta.finish_reason or delta.logprobs or with_ids):
             return
-        choice = self._choice(delta, None if not delta.logprobs else self._logprobs(delta))
+        choice, lists = self._choice(delta), self._lists(delta.index, delta.logprobs) if delta.logprobs else None
         if delta.index in self._begun:
             choice.prompt_token_ids = UNSET
         else:
-            self._repeat_prompt(choice, self._prompt_scores.pop(delta.index))
-        self._begun.add(delta.index)
+            self._begun.add(delta.index)
+            self._repeat_prompt(choice)
+            if self._body.echo and self._body.logprobs is not None:
+                of_answer = JsonLists(*_LISTS)
+                of_answer.extend(**self._lists(delta.index, delta.logprobs))
+                lists = of_answer.written(after=self._echoed_of(delta.index))
+                del self._echoed[delta.index]
+        choice.logprobs = None if lists is None else TextLogprobs(**lists)
         yield self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
 
     def closing(self, usage: TokenCounts) -> Iterable[TextCompletion]:
@@ -208,8 +228,12 @@ class CompletionWriter(Writer):
 
     def collect(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
-        encode = self._alternatives_of if self._body.logprobs is not None else None
-        self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
+        self._collected[delta.index].add(delta)
+        if self._body.prompt_logprobs is not None:
+            self._of_prompts.add(delta)
+        self._add_echoed(delta)
+        if self._body.logprobs is not None:
+            self._logprobs[delta.index].extend(**self._lists(delta.index, asked_logprobs(delta, self._body)))
 
     def whole(self, usage: TokenCounts) -> TextCompletion:
         """Return the collected answer in one piece."""
@@ -221,35 +245,56 @@ class CompletionWriter(Writer):
             index=index,
             text="".join(collected.texts),
             token_ids=tuple(collected.token_ids),
-            logprobs=tuple(collected.logprobs),
             finish_reason=collected.finish_reason,
         )
-        choice = self._choice(joined, self._logprobs(joined, collected.encoded))
-        first = self._collected[index - index % (self._body.n or 1)]
-        self._repeat_prompt(choice, first.prompt_logprobs)
+        choice, first = self._choice(joined), index - index % self._n
+        if self._body.logprobs is not None:
+            after = self._echoed_of(first) if self._body.echo else None
+            choice.logprobs = TextLogprobs(**self._logprobs[index].written(after))
+        self._repeat_prompt(choice)
         if not self._body.return_token_ids:
             choice.token_ids = choice.prompt_token_ids = None
         if self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprob_list(first.prompt_logprobs)
+            choice.prompt_logprobs = self._of_prompts.written(first)
         return choice
 
-    def _repeat_prompt(self, choice: TextChoice, scores: Sequence[PromptTokenLogprob]) -> None:
-        """Put the prompt before a choice's text, and the prompt's log probabilities before the answer's."""
-        if not self._body.echo:
+    def _repeat_prompt(self, choice: TextChoice) -> None:
+        """Put the prompt before a choice's text. Its JSON is written once for all choices."""
+        if self._body.echo:
+            number = choice.index // self._n
+            if number not in self._encoded_texts:
+                self._encoded_texts[number] = msgspec.json.encode(self._prompt_of(choice.index).text)
+            text = self._encoded_texts[number][:-1] + msgspec.json.encode(choice.text)[1:]
+            choice.text = cast(str, msgspec.Raw(text))
+
+    def _add_echoed(self, delta: Delta) -> None:
+        """Write the delta's log probabilities of a prompt that is repeated."""
+        if not (self._body.echo and delta.prompt_logprobs) or self._body.logprobs is None:
             return
-        prompt = self._answer.prompt_texts[choice.index // (self._body.n or 1)]
-        choice.text = prompt.text + choice.text
-        if self._body.logprobs is None:
-            return
-        of_answer = choice.logprobs or TextLogprobs([], [], [], [])
-        most = self._body.logprobs
-        alternatives = [self._alternatives(one.token, one.logprob, one.top[:most]) for one in scores]
-        choice.logprobs = TextLogprobs(
-            tokens=[*(spelled(token, self._body) for token in prompt.tokens), *of_answer.tokens],
-            token_logprobs=[None, *(one.logprob for one in scores), *of_answer.token_logprobs],
-            top_logprobs=[None, *alternatives, *of_answer.top_logprobs],
-            text_offset=[*prompt.offsets, *of_answer.text_offset],
+        lists, most, scores = self._echoed_of(delta.index), self._body.logprobs, delta.prompt_logprobs
+        lists.extend(
+            tokens=[spelled(one.token, self._body) for one in scores],
+            token_logprobs=[one.logprob for one in scores],
+            top_logprobs=[self._alternatives(one.token, one.logprob, one.top[:most]) for one in scores],
+            text_offset=self._prompt_of(delta.index).offsets[lists.length : lists.length + len(scores)],
         )
+
+    def _echoed_of(self, index: int) -> JsonLists:
+        """Return the log probabilities of a choice's prompt as far as they have come; the first token has none."""
+        if index not in self._echoed:
+            prompt = self._prompt_of(index)
+            self._echoed[index] = JsonLists(*_LISTS)
+            self._echoed[index].extend(
+                tokens=[spelled(token, self._body) for token in prompt.tokens[:1]],
+                token_logprobs=[None],
+                top_logprobs=[None],
+                text_offset=prompt.offsets[:1],
+            )
+        return self._echoed[index]
+
+    def _prompt_of(self, index: int) -> PromptText:
+        """Return the repeated prompt of a choice."""
+        return self._answer.prompt_texts[index // self._n]
 
     def _completion(self, choices: list[TextChoice], usage: UsageObject | UnsetType | None) -> TextCompletion:
         return TextCompletion(
@@ -262,33 +307,33 @@ class CompletionWriter(Writer):
             usage=usage,
         )
 
-    def _choice(self, delta: Delta, logprobs: TextLogprobs | None) -> TextChoice:
+    def _choice(self, delta: Delta) -> TextChoice:
+        """Return a choice without log probabilities and without a repeated prompt."""
         with_ids = bool(self._body.return_token_ids)
-        prompt = delta.index // (self._body.n or 1)
         return TextChoice(
             index=delta.index,
             text=delta.text,
-            logprobs=logprobs,
+            logprobs=None,
             finish_reason=delta.finish_reason,
             token_ids=list(delta.token_ids) if with_ids else UNSET,
-            prompt_token_ids=self._answer.prompt_token_ids[prompt] if with_ids else UNSET,
+            prompt_token_ids=self._prompt_ids(delta.index // self._n) if with_ids else UNSET,
         )
 
-    def _logprobs(self, delta: Delta, alternatives: list[msgspec.Raw] | None = None) -> TextLogprobs | None:
-        if self._body.logprobs is None:
-            return None
-        ones = delta.logprobs
-        begin = len(self._answer.prompt_texts[delta.index // (self._body.n or 1)].text) if self._body.echo else 0
-        return TextLogprobs(
-            tokens=[spelled(one.token, self._body) for one in ones],
-            token_logprobs=[one.logprob for one in ones],
-            top_logprobs=cast(list[dict[str, float] | None], alternatives)
-            or [self._alternatives_of(one) for one in ones],
-            text_offset=[begin + one.offset for one in ones],
-        )
+    def _prompt_ids(self, number: int) -> list[int]:
+        """Return the token ids of a prompt as JSON, which is written once for all choices."""
+        if number not in self._encoded_ids:
+            self._encoded_ids[number] = msgspec.Raw(msgspec.json.encode(self._answer.prompt_token_ids[number]))
+        return cast(list[int], self._encoded_ids[number])
 
-    def _alternatives_of(self, one: TokenLogprob) -> dict[str, float]:
-        return self._alternatives(one.token, one.logprob, one.top)
+    def _lists(self, index: int, ones: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the fields of TextLogprobs for tokens of a choice."""
+        begin = len(self._prompt_of(index).text) if self._body.echo else 0
+        return {
+            "tokens": [spelled(one.token, self._body) for one in ones],
+            "token_logprobs": [one.logprob for one in ones],
+            "top_logprobs": [self._alternatives(one.token, one.logprob, one.top) for one in ones],
+            "text_offset": [begin + one.offset for one in ones],
+        }
 
     def _alternatives(self, chosen: Token, logprob: float, top: Iterable[tuple[Token, float]]) -> dict[str, float]:
         return {spelled(token, self._body): value for token, value in ((chosen, logprob), *top)}

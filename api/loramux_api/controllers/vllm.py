@@ -118,12 +118,14 @@ class TokenController(ApiController):
         completions: NamedDependency[CompletionService],
     ) -> Tokens:
         """Return the tokens that the model would read, of any number. An adapter's own template and tokens apply."""
-        found = await completions.tokenize(principal, to_tokenize(data))
+        found, pieces = await completions.tokenize(principal, to_tokenize(data)), None
+        if data.return_token_strs:
+            pieces = await found.tokenizer.all_pieces(found.token_ids, principal.tenant)
         return Tokens(
             count=len(found.token_ids),
             max_model_len=found.context,
             tokens=found.token_ids,
-            token_strs=found.pieces if data.return_token_strs else None,
+            token_strs=pieces,
         )
 
     @post("/detokenize", status_code=200, summary="Turn tokens into text")

@@ -206,6 +206,15 @@ class TenantSlots:
         """Return whether the tenant would get a unit at once."""
         return self._free > 0 and self._fits(tenant, 1) and not self._waiting
 
+    def leaves_room(self, tenant: str, units: int = 1) -> bool:
+        """Return whether the tenant would hold no more than what is free after it has taken so many units.
+
+        So few tenants never take all units: each next tenant gets up to half of the rest. (Choudhury and Hahne, Dynamic
+        queue length thresholds for shared-memory packet switches, ToN 6(2), 1998.)
+        """
+        units = self._capped(units)
+        return self.held_by(tenant) + units <= self._free - units
+
     def held_by(self, tenant: str) -> int:
         """Return the units that the tenant holds."""
         return self._held.get(tenant, 0)
@@ -253,9 +262,9 @@ class HeldUnits:
         self._slots, self._tenant, self._held = slots, tenant, 0
 
     def try_add(self, units: int) -> bool:
-        """Take more units, if the tenant may hold them; return whether they are taken."""
+        """Take more units, if the tenant may hold them and leaves room for others; return whether they are taken."""
         units = min(units, self.most)
-        is_taken = self._slots.try_acquire(self._tenant, units)
+        is_taken = self._slots.leaves_room(self._tenant, units) and self._slots.try_acquire(self._tenant, units)
         self._held += units if is_taken else 0
         return is_taken
 

@@ -282,14 +282,14 @@ Command = Submit | Cancel | Retire | Pin | Unpin | Lift | Shutdown
 # ---- towards the serving layer
 
 
-class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One alternative token at a position."""
 
     token_id: int
     logprob: float
 
 
-class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token of a prompt, and the most likely tokens at its position."""
 
     logprob: float

@@ -25,6 +25,7 @@ from loramux.serving.checks import (
     check_prompt_logprobs,
     check_text_length,
     check_token_ids,
+    count_repeated_bytes,
     resolve_max_tokens,
 )
 from loramux.serving.errors import EngineDown
@@ -135,11 +136,6 @@ class TokenizedText(NamedTuple):
     """Maximum number of tokens that the model takes."""
     tokenizer: Tokenizer
 
-    @property
-    def pieces(self) -> list[str]:
-        """Tokens as the vocabulary writes them."""
-        return self.tokenizer.pieces(self.token_ids)
-
 
 class Reading(NamedTuple):
     """A request whose prompts are being tokenized."""
@@ -166,6 +162,8 @@ class ReadRequest(NamedTuple):
     constraint: Constraint | None
     echoed: list[PromptText]
     """Texts of the prompts if the request has `echo`; otherwise empty."""
+    repeated_bytes: int
+    """Bytes of the prompts in all choices of the answer."""
 
 
 class RequestReader:
@@ -200,10 +198,15 @@ class RequestReader:
         check_allowed_tokens(asked, constraint)
         check_numbers(asked, [len(prompt.token_ids) for prompt in prompts], format.bundle, base.facts.hidden_size)
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
-        check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
-        texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_prompt_logprobs(asked, num_tokens)
+        texts = []
+        for prompt in prompts if asked.echo else ():
+            texts.append(await format.tokenizer.spell(prompt.token_ids, principal.tenant))
+            await asyncio.sleep(0)  # a short prompt is spelled on the event loop, in about 1 ms
+        repeated = count_repeated_bytes(asked, num_tokens, sum(len(one.text) for one in texts))
         base.ensure_serves()
-        return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts)
+        return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts, repeated)
 
     async def _tokenize_all(self, reading: Reading) -> list[TokenizedPrompt]:
         """Tokenize every prompt. Many short prompts yield to other requests in between."""

@@ -41,6 +41,10 @@ MAX_LOGPROBS = 4_000_000
 """Maximum number of log probabilities in an answer, over all choices; each takes about 65 bytes."""
 MAX_PROMPT_LOGPROBS = 200_000
 """Maximum number of log probabilities of prompts in an answer; they are sent in one piece."""
+MAX_REPEATED_BYTES = 16 << 20
+"""Maximum bytes of the prompts that an answer repeats in its choices."""
+BYTES_PER_TOKEN_ID = 7
+"""Bytes of a token id in a list."""
 MAX_KEPT_LOGPROBS = 400_000
 """Maximum number of log probabilities in an answer that is kept for an idempotency key."""
 MAX_DEPTH = 100
@@ -56,6 +60,10 @@ NUMBERS_PER_TOKEN = 5
 UNSUPPORTED_TASK = "unsupported_task"
 CLASSIFIERS: Mapping[str | None, Pooling] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
 """Poolings of classifiers, by task."""
+_CONTAINERS = (dict, list, tuple)
+"""Types of the lists and objects in a decoded body. `Mapping` takes eight times as long, and a body has up to
+50,000 of them.
+"""
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -64,10 +72,10 @@ def check_depth(asked: GenerationRequest) -> None:
     messages = [one.fields for prompt in asked.prompts if isinstance(prompt, tuple) for one in prompt]
     given = [("messages", messages), *asked.chat.template.items()]
     for name, value in given:
-        level = [value] if isinstance(value, Mapping | list | tuple) else []
+        level = [value] if isinstance(value, _CONTAINERS) else []
         for _ in range(MAX_DEPTH + 1):
-            items = (one.values() if isinstance(one, Mapping) else one for one in level)
-            level = [item for inner in items for item in inner if isinstance(item, Mapping | list | tuple)]
+            items = (one.values() if isinstance(one, dict) else one for one in level)
+            level = [item for inner in items for item in inner if isinstance(item, _CONTAINERS)]
             if not level:
                 break
         else:
@@ -285,17 +293,34 @@ def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
 
 
 def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
-    """Raise InvalidRequest if prompts of `num_tokens` have more log probabilities than one answer may hold."""
+    """Raise InvalidRequest if prompts of `num_tokens` have more log probabilities than one answer may hold. Each of `n`
+    choices repeats them.
+    """
     if asked.sampling.prompt_logprobs is None:
         return
-    count = num_tokens * (1 + asked.sampling.prompt_logprobs)
+    count = num_tokens * (1 + asked.sampling.prompt_logprobs) * asked.n
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"This request asks for {count} log probabilities of its prompts ({num_tokens} tokens, "
-            f"{asked.sampling.prompt_logprobs} alternatives each), and the most is {MAX_PROMPT_LOGPROBS}. Send shorter "
-            "prompts, or ask for fewer alternatives.",
+            f"{asked.sampling.prompt_logprobs} alternatives each, in {asked.n} choices), and the most is "
+            f"{MAX_PROMPT_LOGPROBS}. Send shorter prompts, or ask for fewer alternatives or choices.",
             field="prompt_logprobs",
         )
+
+
+def count_repeated_bytes(asked: GenerationRequest, num_tokens: int, num_characters: int) -> int:
+    """Return the bytes of the prompts that an answer repeats in its choices: token ids of prompts of `num_tokens`, and
+    echoed texts of `num_characters`. Raises InvalidRequest if they are more than one answer may hold.
+    """
+    count = (BYTES_PER_TOKEN_ID * num_tokens * asked.repeats_token_ids + num_characters) * asked.n
+    if count > MAX_REPEATED_BYTES:
+        field = "echo" if num_characters else "return_token_ids"
+        raise InvalidRequest(
+            f"This request repeats its prompts in {asked.n} choices, which takes {count} bytes, and the most is "
+            f"{MAX_REPEATED_BYTES}. Lower 'n', send shorter prompts, or leave '{field}' out.",
+            field=field,
+        )
+    return count
 
 
 def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:

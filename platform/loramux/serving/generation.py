@@ -31,7 +31,7 @@ from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.errors import AdapterNotLoaded, EngineDown, GenerationFailed, InvalidRequest, ServingError
-from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer
+from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer, encode_delta
 from loramux.serving.output import Choice, OutputProcessor
 from loramux.serving.unread import AnswerMemory, UnreadDeltas
 
@@ -114,11 +114,11 @@ class Generation:
         self._usage = usage
         self.began = time.monotonic()
         """Time just after the admission, by a monotonic clock."""
-        self._keeps_answer = opened.claim is not None
+        self._keeps_answer = False
         self._kept: list[Delta] = []
-        """All deltas, kept if an idempotency key or an observer needs the answer. An observer needs no log
-        probabilities.
-        """
+        """All deltas without log probabilities, if an observer needs the answer."""
+        self._stored: list[msgspec.Raw] = []
+        """All deltas in the form that is stored, if the request has an idempotency key."""
         self._unread = UnreadDeltas()
         self._memory = memory
         self._started = asyncio.Event()
@@ -307,9 +307,11 @@ class Generation:
             raise EngineDown
         if event.prompt_logprobs is not None:
             assert isinstance(choice.output, OutputProcessor), "only answers have them"
-            scores = choice.output.add_prompt_logprobs(event.prompt_logprobs)
-            if not self._memory.add_prompt(choice.output.index, scores):
+            scores = choice.output.push_prompt(event.prompt_logprobs)
+            if not self._memory.add(scores):
                 self._end_for_memory()
+            elif scores.prompt_logprobs:
+                self._put(scores)
             return
         try:
             delta = choice.output.push(event)
@@ -404,14 +406,16 @@ class Generation:
 
     def _put(self, delta: Delta) -> None:
         if self._keeps_answer:
-            self._kept.append(delta if self.opened.claim is not None else _without_logprobs(delta))
+            self._kept.append(_without_logprobs(delta))
+        if self.opened.claim is not None:
+            self._stored.append(encode_delta(delta))
         if not self._left:
             self._unread.put(delta)
             if len(self._unread) > MAX_UNREAD:
                 self.abandon()
                 message = f"The answer is not read as fast as it is generated: {MAX_UNREAD} parts of it wait."
                 self._unread.end(InvalidRequest(message, code="client_too_slow"))
-        if not self._started.is_set():
+        if not self._started.is_set() and not delta.prompt_logprobs:
             self._started.set()
 
     @property
@@ -433,7 +437,7 @@ class Generation:
     def _encoded_answer(self) -> bytes | None:
         if self.opened.claim is None or self.status != "completed":
             return None
-        return encode_answer(self, [*self._kept, *self._ends()])
+        return encode_answer(self, [*self._stored, *map(encode_delta, self._ends())])
 
 
 def _without_logprobs(delta: Delta) -> Delta:

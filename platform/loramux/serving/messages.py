@@ -10,7 +10,6 @@ import asyncio
 import builtins
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -163,7 +162,9 @@ class GenerationRequest:
     is_streamed: bool
     """True if the caller reads tokens when they are generated. Otherwise it gets the whole answer or no part of it."""
     repeats_logprobs: bool = False
-    """True if a stream sends all log probabilities once more at its end."""
+    """True if a stream sends log probabilities later than it reads them: all once more at its end, or those of a
+    repeated prompt with its first token.
+    """
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     """Sampling parameters; max_tokens is set per prompt, and the seed per choice."""
@@ -198,14 +199,20 @@ class GenerationRequest:
     """Put the tokenizer's special tokens around a text."""
     echo: bool = False
     """Repeat the prompt, a text or token ids, in the answer."""
+    repeats_token_ids: bool = False
+    """Repeat a prompt's token ids in each of its choices."""
     tags: str = ""
     """The caller's labels on the bill, as `canonical_tags` writes them."""
     service_tier: ServiceTier = "default"
     """Urgency and price of the request; `batch` only for lines of batches."""
 
 
-class Token(msgspec.Struct, frozen=True):
-    """A vocabulary entry as text, and its exact bytes, which may be incomplete UTF-8."""
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """A vocabulary entry as text, and its exact bytes, which may be incomplete UTF-8.
+
+    The garbage collector leaves out tokens and log probabilities (`gc=False`), because they are in no cycle: a tenant's
+    answers have up to millions, and a full collection would walk all of them on the event loop.
+    """
 
     text: str
     bytes: builtins.bytes
@@ -213,7 +220,7 @@ class Token(msgspec.Struct, frozen=True):
     """Token id; -1 in answers that an earlier release kept."""
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generated token with the natural logarithm of its probability, and with the most likely tokens."""
 
     token: Token
@@ -225,7 +232,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """True if the token belongs to the answer's text, not to a thought, a call or a marker."""
 
 
-class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A token of the prompt with its log probability, and the likeliest tokens at its position."""
 
     token: Token
@@ -262,8 +269,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     """Set on the choice's last delta, which comes after the usage has been recorded."""
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
-    """Log probabilities of the prompt's tokens after its first, if they were requested; on the first delta of a
-    prompt's first choice.
+    """Log probabilities of consecutive tokens of the prompt, from its second token on, if they were requested. They
+    come in deltas of their own before the choice's first token; answers that earlier releases kept have them on the
+    first delta.
     """
     stop_string: str | None = None
     """Stop string that ends the choice, on the delta with its last token."""
@@ -316,6 +324,26 @@ class Timing(msgspec.Struct, frozen=True):
 
 MAX_READ = 128
 """Maximum number of deltas of one read, which are written in a few milliseconds."""
+MAX_READ_LOGPROBS = 2048
+"""Number of log probabilities after which a read ends: they are written in about 5 ms."""
+BYTES_PER_LOGPROB = 32
+"""Bytes of vectors that take as long to write as a log probability."""
+
+
+def take_readable(deltas: Iterable[Delta]) -> list[Delta]:
+    """Return the leading deltas that are written in one turn of the event loop: at most MAX_READ, and none after
+    MAX_READ_LOGPROBS log probabilities. An iterator is left at the next delta.
+    """
+    taken: list[Delta] = []
+    size = 0
+    for delta in deltas:
+        taken.append(delta)
+        size += len(delta.pooled) // BYTES_PER_LOGPROB
+        for some in (delta.logprobs, delta.unshown_logprobs, delta.prompt_logprobs):
+            size += sum([1 + len(one.top) for one in some])
+        if len(taken) == MAX_READ or size > MAX_READ_LOGPROBS:
+            break
+    return taken
 
 
 class Answer(Protocol):
@@ -349,8 +377,8 @@ class Answer(Protocol):
         """Wait for the first delta or the end. Raises the error with which the request failed."""
 
     async def read(self, least: int = 1) -> Sequence[Delta]:
-        """Wait for `least` deltas or the end, and return those that have come since the last call, at most MAX_READ.
-        Returns none after the end.
+        """Wait for `least` deltas or the end, and return those that have come since the last call, as many as
+        `take_readable` takes. Other requests get their turn before the next ones. Returns none after the end.
 
         Raises the error with which the answer ended, once its deltas have been read.
         """
@@ -377,8 +405,10 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     """One whole delta per choice. Releases before `stream` kept answers in this form."""
     usage: dict[str, int]
     service_tier: str = "default"
-    stream: list[KeptDelta] = []
-    """All deltas in their order, so that a stream is repeated byte by byte."""
+    stream: list[msgspec.Raw] = []
+    """All deltas in their order, so that a stream is repeated byte by byte: each a KeptDelta, as `encode_delta` writes
+    it. They are decoded in many turns of the event loop, because an answer may have 400,000 log probabilities.
+    """
     prompt_texts: list[PromptText] = []
     timing: Timing | None = None
     classes: Classes = Classes()
@@ -409,7 +439,8 @@ class Replay:
         self.rate_limits = RateLimitStatus()
         self.service_tier = kept.service_tier
         self.timing = kept.timing
-        self._deltas: Iterator[Delta] = iter(kept.stream or _divided(kept.deltas))
+        decoded = (msgspec.msgpack.decode(delta, type=KeptDelta) for delta in kept.stream)
+        self._deltas: Iterator[Delta] = decoded if kept.stream else iter(_divided(kept.deltas))
 
     async def started(self) -> None:
         """Return at once."""
@@ -417,7 +448,7 @@ class Replay:
     async def read(self, least: int = 1) -> Sequence[Delta]:  # noqa: ARG002 - all have come
         """Return the next deltas: so few that other requests get their turn."""
         await asyncio.sleep(0)
-        return [*islice(self._deltas, MAX_READ)]
+        return take_readable(self._deltas)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while deltas := await self.read():
@@ -434,8 +465,13 @@ def _divided(wholes: Sequence[Delta]) -> list[Delta]:
     return [msgspec.structs.replace(whole, finish_reason=None) for whole in wholes] + ends
 
 
-def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
-    """Encode all deltas of an answer as bytes that the records keep."""
+def encode_delta(delta: Delta) -> msgspec.Raw:
+    """Encode a delta of an answer for `encode_answer`."""
+    return msgspec.Raw(msgspec.msgpack.encode(KeptDelta(**msgspec.structs.asdict(delta))))
+
+
+def encode_answer(answer: Answer, deltas: list[msgspec.Raw]) -> bytes:
+    """Encode an answer as bytes that the records keep. `encode_delta` has encoded the deltas when they came."""
     usage = answer.usage
     kept = KeptAnswer(
         model=answer.model,
@@ -449,7 +485,7 @@ def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
             "image_tokens": usage.image,
         },
         service_tier=answer.service_tier,
-        stream=[KeptDelta(**msgspec.structs.asdict(delta)) for delta in deltas],
+        stream=deltas,
         prompt_texts=answer.prompt_texts,
         timing=answer.timing,
         classes=answer.classes,

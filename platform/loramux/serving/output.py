@@ -72,8 +72,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.decode, prompt_token_ids)
         self._prompt_token_ids = prompt_token_ids
-        self._prompt_logprobs: list[PromptTokenLogprob] = []
-        """Log probabilities of the prompt that no delta has brought yet."""
+        self._num_scored = 1
+        """Number of leading tokens of the prompt whose log probabilities were given out. The first token has none."""
         self._matcher = StopMatcher(stop)
         self._reader = reader
         self._is_plain = reader is None and not stop.next
@@ -107,7 +107,7 @@ class OutputProcessor:
         self._num_shown += len(text)
         self.finish_reason = self._ending(event)
         token_ids, logprobs, unshown = self._release(event)
-        delta = Delta(
+        return Delta(
             index=self.index,
             text=text,
             thought=parts.thought,
@@ -119,7 +119,6 @@ class OutputProcessor:
             stop_string=self._matcher.matched,
             is_unended_thought=parts.is_unended_thought,
         )
-        return self._with_prompt(delta)
 
     def _push_plain(self, token_id: int) -> Delta:
         """Do the work of `push` for a token of which nothing can be held back, as for most tokens of most answers."""
@@ -127,30 +126,26 @@ class OutputProcessor:
         text = self._detokenizer.push(token_id)
         self._num_read += len(text)
         self._num_shown += len(text)
-        return self._with_prompt(Delta(index=self.index, text=text, token_ids=(token_id,)))
+        return Delta(index=self.index, text=text, token_ids=(token_id,))
 
-    def _with_prompt(self, delta: Delta) -> Delta:
-        """Return the delta with the prompt's log probabilities that no delta has brought yet."""
-        if not self._prompt_logprobs:
-            return delta
-        found, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return msgspec.structs.replace(delta, prompt_logprobs=found)
-
-    def add_prompt_logprobs(self, found: PromptLogprobs) -> Sequence[PromptTokenLogprob]:
-        """Keep log probabilities of the prompt for the first delta, and return those of this event. An engine that
-        starts the prompt again replaces them.
+    def push_prompt(self, found: PromptLogprobs) -> Delta:
+        """Return a delta with the new log probabilities of the prompt. An engine that starts the prompt again, after a
+        preemption or in place of an engine that died, sends the earlier ones again.
         """
-        del self._prompt_logprobs[found.start - 1 :]
-        for place, one in enumerate(found.tokens, start=found.start):
-            self._prompt_logprobs.append(
-                PromptTokenLogprob(
-                    token=self._tokenizer.token(self._prompt_token_ids[place]),
-                    logprob=one.logprob,
-                    rank=one.rank,
-                    top=tuple((self._tokenizer.token(top.token_id), top.logprob) for top in one.top),
-                )
+        token, begin = self._tokenizer.token, self._num_scored
+        assert found.start <= begin, "an engine sends log probabilities in order"
+        news = found.tokens[begin - found.start :]
+        self._num_scored += len(news)
+        scores = [
+            PromptTokenLogprob(
+                token=token(self._prompt_token_ids[place]),
+                logprob=one.logprob,
+                rank=one.rank,
+                top=tuple([(token(top.token_id), top.logprob) for top in one.top]),
             )
-        return self._prompt_logprobs[found.start - 1 :]
+            for place, one in enumerate(news, start=begin)
+        ]
+        return Delta(index=self.index, prompt_logprobs=tuple(scores))
 
     @property
     def is_answered(self) -> bool:
@@ -228,8 +223,9 @@ class OutputProcessor:
 
     def _logprob(self, event: TokenEvent, logprob: float, offset: int) -> TokenLogprob:
         assert event.token_id is not None, "a token has a log probability"
-        top = tuple((self._tokenizer.token(one.token_id), one.logprob) for one in event.top_logprobs or ())
-        return TokenLogprob(token=self._tokenizer.token(event.token_id), logprob=logprob, top=top, offset=offset)
+        token = self._tokenizer.token
+        top = tuple([(token(one.token_id), one.logprob) for one in event.top_logprobs or ()])
+        return TokenLogprob(token=token(event.token_id), logprob=logprob, top=top, offset=offset)
 
     def _release(self, event: TokenEvent) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
         """Return token ids, their logprobs, and at the end the logprobs of the tokens that have no text."""

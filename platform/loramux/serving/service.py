@@ -200,7 +200,7 @@ class CompletionService:
                 _choices(read, _template(principal, read, id, service_class, now() - began)),
                 read.base.engines,
                 self._usage,
-                AnswerMemory(memory, asked),
+                AnswerMemory(memory, asked, read.repeated_bytes),
                 is_streamed=asked.is_streamed,
                 prompt_texts=read.echoed,
             )

@@ -243,6 +243,10 @@ class Tokenizer:
         decode = partial(self._tokenizer.decode, token_ids, clean_up_tokenization_spaces=False)
         return await self.run(decode, len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
 
+    async def all_pieces(self, token_ids: list[int], tenant: str = "") -> list[str]:
+        """Return many tokens as the vocabulary writes them. For `tenant` see `encode`."""
+        return await self.run(partial(self.pieces, token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
+
     def close(self) -> None:
         """End the threads."""
         self._threads.close()

@@ -2,18 +2,19 @@
 
 A stream's deltas take memory until they have been sent. Of an answer that is sent whole, the log probabilities and the
 vectors take memory until the client has the answer: they are 20 to 100 times larger than the text, which is not
-counted. Memory is taken as tokens arrive and not by `max_tokens`, so a request that ends early holds little.
+counted. Prompts that an answer repeats in its choices are counted, because no token is computed for them. Memory is
+taken as tokens arrive and not by `max_tokens`, so a request that ends early holds little.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from loramux.common.errors import LoramuxError
 from loramux.common.jobs import HeldUnits
 from loramux.serving.errors import InvalidRequest, ServingError, TooManyAnswers
-from loramux.serving.messages import MAX_READ, Delta, GenerationRequest, PromptTokenLogprob, TokenLogprob
+from loramux.serving.messages import Delta, GenerationRequest, PromptTokenLogprob, TokenLogprob, take_readable
 
 DELTA_BYTES = 512
 """Bytes of a delta of one token, without log probabilities."""
@@ -33,34 +34,33 @@ class AnswerMemory:
     The request itself is not kept: its images may be larger than the answer.
     """
 
-    def __init__(self, held: HeldUnits, asked: GenerationRequest) -> None:
+    def __init__(self, held: HeldUnits, asked: GenerationRequest, repeated_bytes: int = 0) -> None:
+        """`repeated_bytes`: bytes of the prompts that the answer repeats."""
         self._held = held
         self._is_pooled = asked.pooling is not None
         self._has_logprobs = asked.sampling.logprobs is not None
+        self._scores_prompts = asked.sampling.prompt_logprobs is not None
+        self._repeats = "echo" if asked.echo else "return_token_ids"
         is_kept = asked.claim is not None
         self._copies = 2 if is_kept else 1
         """An answer with an idempotency key is also kept in the form that is stored at its end."""
         self._is_released = asked.is_streamed and not asked.repeats_logprobs and not is_kept
         """True if what has been sent takes no memory."""
-        self._bytes = 0
+        self._bytes = repeated_bytes
         self._read = 0
         """Bytes of the deltas of the last read."""
         self._granted = STEP_BYTES
-        self._of_prompts: dict[int, int] = {}
-        """Bytes of log probabilities of prompts, by choice, that no delta has brought yet."""
 
     def add(self, delta: Delta) -> bool:
         """Count a delta; return False if the tenant may hold no more."""
-        more = self._copies * self._bytes_of(delta)
-        if delta.prompt_logprobs:
-            more -= self._of_prompts.pop(delta.index, 0)
-        return self._add(more)
-
-    def add_prompt(self, index: int, scores: Sequence[PromptTokenLogprob]) -> bool:
-        """Count all log probabilities of a choice's prompt that wait for its first delta; see `add`."""
-        count = self._copies * sum(map(_logprob_bytes, scores))
-        more, self._of_prompts[index] = count - self._of_prompts.get(index, 0), count
-        return self._add(more)
+        self._bytes += self._copies * self._bytes_of(delta)
+        if self._bytes <= self._granted:
+            return True
+        more = max(STEP_BYTES, self._bytes - self._granted)
+        if more > self._held.most or not self._held.try_add(more):
+            return False
+        self._granted += more
+        return True
 
     def note_taken(self) -> None:
         """Note that the reader comes back: it has sent the deltas of its last read."""
@@ -93,6 +93,8 @@ class AnswerMemory:
             field, what = "prompt", "vectors"
         elif not self._has_logprobs:
             field = "prompt_logprobs"
+            if not self._scores_prompts:
+                field, what = self._repeats, "repeated prompts"
         wayout = f"Send several requests with fewer {what} each" + ("" if self._is_pooled else ", or a stream")
         if self._held.is_all:
             return InvalidRequest(
@@ -114,16 +116,6 @@ class AnswerMemory:
                 count += sum(map(_logprob_bytes, some))
         return count + NUMBER_BYTES * len(delta.pooled)
 
-    def _add(self, more: int) -> bool:
-        self._bytes += more
-        if self._bytes <= self._granted:
-            return True
-        more = max(STEP_BYTES, self._bytes - self._granted)
-        if more > self._held.most or not self._held.try_add(more):
-            return False
-        self._granted += more
-        return True
-
 
 def _logprob_bytes(one: TokenLogprob | PromptTokenLogprob) -> int:
     """Return the bytes of a token's log probability and of its alternatives."""
@@ -137,6 +129,8 @@ class UnreadDeltas:
     def __init__(self) -> None:
         self._deltas: list[Delta] = []
         self._is_over = False
+        self._is_behind = False
+        """True if the last read has left deltas."""
         self._error: LoramuxError | None = None
         self._wanted = 1
         self._reading: asyncio.Future[None] | None = None
@@ -165,9 +159,11 @@ class UnreadDeltas:
                 await self._reading
             finally:
                 self._reading = None
-        if len(self._deltas) > MAX_READ:
+        if self._is_behind:
             await asyncio.sleep(0)  # other requests get their turn
-        deltas, self._deltas = self._deltas[:MAX_READ], self._deltas[MAX_READ:]
+        deltas = self._deltas if len(self._deltas) == 1 else take_readable(self._deltas)
+        self._deltas = self._deltas[len(deltas) :]
+        self._is_behind = len(self._deltas) > 0
         if not deltas and self._error is not None:
             raise self._error
         return deltas

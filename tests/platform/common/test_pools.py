@@ -14,7 +14,7 @@ from listening import until
 import loramux
 import loramux_adapters
 import loramux_api
-from loramux.common.jobs import DEFAULT_PER_TENANT, TenantQueues, TenantSlots, ThreadPool, run_blocking
+from loramux.common.jobs import DEFAULT_PER_TENANT, HeldUnits, TenantQueues, TenantSlots, ThreadPool, run_blocking
 
 POOLS = {
     "ThreadPoolExecutor",
@@ -168,6 +168,19 @@ async def test_units_are_bounded_by_tenant_and_in_all(anyio_backend: str) -> Non
     slots.release("a", 60)
     await waiting
     assert (slots.held_by("a"), slots.held_by("c")) == (0, 50)
+
+
+def test_tenants_at_their_share_leave_room_for_the_next_tenant() -> None:
+    slots = TenantSlots(768, 192)
+    taken = {}
+    for tenant in "abcdef":
+        held, taken[tenant] = HeldUnits(slots, tenant), 0
+        while held.try_add(1):
+            taken[tenant] += 1
+    assert taken == {"a": 192, "b": 192, "c": 192, "d": 96, "e": 48, "f": 24}
+    slots.release("a", 192)
+    assert HeldUnits(slots, "f").try_add(96), "f holds 24, and 216 are free"
+    assert not HeldUnits(slots, "f").try_add(1)
 
 
 @pytest.mark.anyio
