@@ -273,6 +273,15 @@ def test_plan_wrong_shapes_are_named_with_the_right_ones(shape: tuple[int, ...],
     assert all(part in refusal.message for part in (str(list(shape)), "[8, 64]", "acme/other-7b", "LlamaForCausalLM"))
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 64)])
+def test_plan_empty_tensors_are_refused_with_zero3s_way_out(shape: tuple[int, ...], llama) -> None:
+    """DeepSpeed ZeRO-3 holds every parameter as `[0]` outside of a step, and PEFT saves what it finds."""
+    refusal = refuse({}, llama, {key: shape for key in on_llama()})
+    assert refusal.code == "shape_mismatch"
+    assert "stage3_gather_16bit_weights_on_model_save" in refusal.message
+    assert "ZeRO-3" not in refuse({}, llama, {key: (7, 63) for key in on_llama()}).message
+
+
 def test_plan_adapter_of_a_larger_model_is_refused(llama) -> None:
     shapes = {key.replace("layers.1.", "layers.31."): shape for key, shape in on_llama().items()} | on_llama()
     assert refuse({}, llama, shapes).code == "tensors_unexpected"
