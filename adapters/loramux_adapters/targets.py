@@ -173,7 +173,7 @@ def check_tensors(
             "tensors_missing",
             missing[0],
             f"{len(missing)} of the {len(expected)} tensors that adapter_config.json implies on this base are not in "
-            f"the file: {shown(missing)}. {_wrapped(missing[0], header)}{context}",
+            f"the file: {shown(missing)}. {_why_missing(missing[0], header)}{context}",
         )
     if unexpected := [key for key in header.tensors if key not in expected and key not in optional]:
         raise BaseMismatch(
@@ -196,8 +196,13 @@ def check_tensors(
         )
 
 
-def _wrapped(missing: str, header: SafetensorsHeader) -> str:
-    """Return the prefix under which the file holds a missing tensor, if it holds the tensor at all."""
+def _why_missing(missing: str, header: SafetensorsHeader) -> str:
+    """Return what the file shows of a missing tensor: it holds none at all, or holds this one under another prefix."""
+    if not header.tensors:
+        return (
+            "The file holds no tensor at all: PEFT found none to save, for example in the layers of a model that FSDP "
+            "has wrapped. Load the run's checkpoint into PEFT's model without the wrapper and save it again. "
+        )
     name = missing.removeprefix(PREFIX)
     found = next((key for key in header.tensors if key.endswith(f".{name}")), None)
     if found is None:

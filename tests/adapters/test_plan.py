@@ -231,7 +231,9 @@ def test_plan_missing_tensors_are_named_and_counted(llama) -> None:
     refusal = refuse({}, llama, shapes)
     assert (refusal.code, refusal.field) == ("tensors_missing", key)
     assert "1 of the 4 tensors" in refusal.message
-    assert refuse({"target_modules": ["k_proj"]}, llama, {}).code == "tensors_missing"
+    empty = refuse({"target_modules": ["k_proj"]}, llama, {})
+    assert (empty.code, "holds no tensor at all" in empty.message) == ("tensors_missing", True)
+    assert "holds no tensor" not in refusal.message
 
 
 def test_plan_targets_without_any_tensor_are_absent(llama) -> None:
