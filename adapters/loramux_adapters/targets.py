@@ -312,15 +312,15 @@ def token_rows(
         _check_ids(ids, vocabulary)
         ids_of[module] = ids
     embedding, head = vocabulary.embedding, vocabulary.head
-    is_one = embedding in ids_of and ids_of.get(head, ids_of[embedding]) == ids_of[embedding]
-    if vocabulary.tied and ensure_weight_tying and len(ids_of) > 1 and not is_one:
+    is_shared = embedding in ids_of and ids_of.get(head, ids_of[embedding]) == ids_of[embedding]
+    if vocabulary.tied and ensure_weight_tying and len(ids_of) > 1 and not is_shared:
         raise _rejected(
             "config_invalid",
-            "It names different tokens for the embedding and the head, and ensure_weight_tying is set; PEFT cannot load "
-            "it either. Name the same tokens in the same order, or set ensure_weight_tying to false.",
+            "It names different tokens for the embedding and the head, and ensure_weight_tying is set; PEFT cannot "
+            "load it either. Name the same tokens in the same order, or set ensure_weight_tying to false.",
         )
-    sources = {module: module for module in ids_of}
-    if vocabulary.tied and is_one and head in base.others:  # else trained without the head
+    sources = {module: module for module in ids_of}  # by module, the module whose rows the file holds
+    if vocabulary.tied and is_shared and head in base.others:  # else trained without the head
         sources[head] = embedding
     for module, source in sources.items():
         key = f"{PREFIX}{source}.token_adapter.trainable_tokens_delta"
