@@ -145,8 +145,10 @@ class LocalMatrix:
         return len(self.rows)
 
     def holds(self, start: int, rows: torch.Tensor) -> bool:
-        """Compare `rows` with the matrix's values."""
-        return torch.equal(rows, self.rows[start : start + len(rows)].to("cpu"))
+        """Compare `rows` with the matrix's values, or with these rounded to bfloat16, in which most trainers load a
+        base and copy its matrices."""
+        own = self.rows[start : start + len(rows)].to("cpu")
+        return torch.equal(rows, own) or torch.equal(rows, own.to(torch.bfloat16).to(rows.dtype))
 
 
 @dataclass(frozen=True, slots=True)

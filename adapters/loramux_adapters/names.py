@@ -30,8 +30,8 @@ from loramux_adapters.families import reads_other_inputs
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 _TAIL = re.compile(
-    r"(?P<module>.+)\.(?P<tensor>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save)"
-    r"(?P<rest>(?:\.[^.]+){0,2})"
+    r"(?P<module>.+)\.(?P<tensor>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"
+    r"|token_adapter\.trainable_tokens_delta)(?P<rest>(?:\.[^.]+){0,2})"
 )
 _WHOLE = re.compile(r"(?P<module>.+?)\.(?P<tail>(?:base_layer\.|original_module\.)?(?:weight|bias)|token_adapter\..+)")
 _EXPERT = re.compile(

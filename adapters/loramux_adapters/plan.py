@@ -185,7 +185,7 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
     elif tying is Tying.PAIR:
         head = _tied_pair(pairs, config, base, limits)
         pairs, tied = (*pairs, head), head.repeats
-    rows = (*saved, *token_rows(config.trainable_token_indices, wide))
+    rows = (*saved, *token_rows(config.trainable_token_indices, config.ensure_weight_tying, wide))
     targeted = [pair.module for pair in pairs]
     check_once(targeted, rows)
     vectors = (*_vectors(pairs, config), *norms)

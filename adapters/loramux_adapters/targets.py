@@ -173,7 +173,7 @@ def check_tensors(
             "tensors_missing",
             missing[0],
             f"{len(missing)} of the {len(expected)} tensors that adapter_config.json implies on this base are not in "
-            f"the file: {shown(missing)}. {_wrapped(missing[0], header)}{context}",
+            f"the file: {shown(missing)}. {_why_missing(missing[0], header)}{context}",
         )
     if unexpected := [key for key in header.tensors if key not in expected and key not in optional]:
         raise BaseMismatch(
@@ -191,18 +191,34 @@ def check_tensors(
         raise BaseMismatch(
             "shape_mismatch",
             wrong[0],
-            f"{len(wrong)} of {len(found)} tensors have another shape than rank and base imply: {listed}. {context}",
+            f"{len(wrong)} of {len(found)} tensors have another shape than rank and base imply: {listed}. "
+            f"{_partitioned(wrong, header)}{context}",
         )
 
 
-def _wrapped(missing: str, header: SafetensorsHeader) -> str:
-    """Return the prefix under which the file holds a missing tensor, if it holds the tensor at all."""
+def _why_missing(missing: str, header: SafetensorsHeader) -> str:
+    """Return what the file shows of a missing tensor: it holds none at all, or holds this one under another prefix."""
+    if not header.tensors:
+        return (
+            "The file holds no tensor at all: PEFT found none to save, for example in the layers of a model that FSDP "
+            "has wrapped. Load the run's checkpoint into PEFT's model without the wrapper and save it again. "
+        )
     name = missing.removeprefix(PREFIX)
     found = next((key for key in header.tensors if key.endswith(f".{name}")), None)
     if found is None:
         return ""
     prefix = found.removesuffix(name)
     return f"The file has {found!r}: under {prefix[:120]!r} in place of {PREFIX!r}, a module that wraps it. "
+
+
+def _partitioned(wrong: Iterable[str], header: SafetensorsHeader) -> str:
+    """Return the way out if a tensor is empty, as DeepSpeed's ZeRO-3 holds it between steps."""
+    if all(0 not in header.tensors[key].shape for key in wrong):
+        return ""
+    return (
+        "Empty tensors are those of a model that DeepSpeed ZeRO-3 has divided: save with the trainer's save_model and "
+        "stage3_gather_16bit_weights_on_model_save, or turn the checkpoint into one file with zero_to_fp32.py. "
+    )
 
 
 def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:
@@ -273,9 +289,12 @@ def saved_modules(names: Sequence[str] | None, base: BaseDescription) -> Iterato
 
 
 def token_rows(
-    indices: Sequence[int] | Mapping[str, Sequence[int]] | None, base: BaseDescription
+    indices: Sequence[int] | Mapping[str, Sequence[int]] | None, ensure_weight_tying: bool, base: BaseDescription
 ) -> Iterator[TokenRows]:
-    """Yield the rows of `trainable_token_indices`; on a tied base they replace the head's rows too.
+    """Yield the rows of `trainable_token_indices`.
+
+    On a tied base the embedding's rows replace the head's too, unless the field names other tokens for the head. PEFT
+    then trains and saves the rows of each separately.
 
     Raises ConfigRejected: `target_unsupported`, `config_invalid`.
     """
@@ -285,27 +304,40 @@ def token_rows(
     if vocabulary is None:
         raise _rejected("target_unsupported", f"This base's embedding and head take none. {_WAY_OUT}")
     listed = indices if isinstance(indices, Mapping) else {vocabulary.embedding: indices}
-    served = (vocabulary.embedding,) if vocabulary.tied else (vocabulary.embedding, vocabulary.head)
+    ids_of: dict[str, Sequence[int]] = {}
     for name, ids in listed.items():
-        modules = [module for module in base.names if module.endswith(name)]
-        if len(modules) != 1 or modules[0] not in served:
-            raise _rejected(
-                "target_unsupported",
-                f"It names {name[:120]!r}, which means {shown(modules) or 'nothing'}; on this base it may mean "
-                f"{' or '.join(served)}" + (", whose rows are the head's too." if vocabulary.tied else "."),
-            )
+        module = _vocabulary_module(name, vocabulary, base)
+        if module in ids_of:
+            raise _rejected("config_invalid", f"It names {module} twice.")
         _check_ids(ids, vocabulary)
-        yield from _rows_of(modules[0], ids, vocabulary, base)
+        ids_of[module] = ids
+    embedding, head = vocabulary.embedding, vocabulary.head
+    is_shared = embedding in ids_of and ids_of.get(head, ids_of[embedding]) == ids_of[embedding]
+    if vocabulary.tied and ensure_weight_tying and len(ids_of) > 1 and not is_shared:
+        raise _rejected(
+            "config_invalid",
+            "It names different tokens for the embedding and the head, and ensure_weight_tying is set; PEFT cannot "
+            "load it either. Name the same tokens in the same order, or set ensure_weight_tying to false.",
+        )
+    sources = {module: module for module in ids_of}  # by module, the module whose rows the file holds
+    if vocabulary.tied and is_shared and head in base.others:  # else trained without the head
+        sources[head] = embedding
+    for module, source in sources.items():
+        key = f"{PREFIX}{source}.token_adapter.trainable_tokens_delta"
+        yield TokenRows(module, key, len(ids_of[source]), vocabulary.hidden_size, tuple(ids_of[source]))
 
 
-def _rows_of(
-    module: str, ids: Sequence[int], vocabulary: VocabularyShape, base: BaseDescription
-) -> Iterator[TokenRows]:
-    key = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"
-    for place in (vocabulary.embedding, vocabulary.head) if vocabulary.tied else (module,):
-        if place not in base.others:
-            continue  # trained without the head
-        yield TokenRows(place, key, len(ids), vocabulary.hidden_size, tuple(ids))
+def _vocabulary_module(name: str, vocabulary: VocabularyShape, base: BaseDescription) -> str:
+    """Return the embedding or the head, if `name` means one of them. Raises ConfigRejected (`target_unsupported`)."""
+    served = (vocabulary.embedding, vocabulary.head)
+    modules = [module for module in base.names if module.endswith(name)]
+    if len(modules) != 1 or modules[0] not in served:
+        raise _rejected(
+            "target_unsupported",
+            f"It names {name[:120]!r}, which means {shown(modules) or 'nothing'}; on this base it may mean "
+            f"{' or '.join(served)}.",
+        )
+    return modules[0]
 
 
 def _check_ids(ids: Sequence[int], vocabulary: VocabularyShape) -> None:

@@ -3,7 +3,7 @@
 PEFT then trains one matrix, or one pair, in both places: PEFT adds the embedding to the field that names either of the
 two, and makes the head's part from the embedding's part. Source: `_check_tied_modules` (peft/tuners/tuners_utils.py),
 `_add_modules_to_save_to_tie` and `_add_targets_to_tie` (peft/tuners/lora/model.py) of PEFT 0.21.2. Trained rows of
-single tokens are always tied: `targets.token_rows`.
+single tokens are tied without this field: `targets.token_rows`.
 """
 
 from __future__ import annotations

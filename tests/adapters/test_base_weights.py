@@ -59,6 +59,21 @@ def test_base_copy_that_differs_is_refused() -> None:
     assert (caught.value.code, caught.value.field) == ("base_differs", "embed.base_layer.weight")
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_base_copy_of_a_trainer_in_bfloat16_is_the_bases(stored: torch.dtype) -> None:
+    own = torch.randn(5, 4).to(stored)
+    base = BaseWeights({}, {"embed": LocalMatrix(own)})
+    plan = AdapterPlan((), 0, copies=(BaseCopy("embed", 5, 4, "base_layer.weight"),))
+    rounded = own.to(torch.bfloat16).to(stored)
+    assert not torch.equal(rounded, own)
+    assert not fit_to_base(AdapterWeights(plan, {}, copies={"embed": rounded}), base).copies
+    other = rounded.clone()
+    other[3, 2] *= 1 + 2**-7  # the next value of bfloat16
+    with pytest.raises(AdapterRejected) as caught:
+        fit_to_base(AdapterWeights(plan, {}, copies={"embed": other}), base)
+    assert caught.value.code == "base_differs"
+
+
 def test_work_aside_of_one_device_has_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS keeps a workspace for every stream that it has seen, and a load has hundreds of linears."""
     made: list[torch.device] = []

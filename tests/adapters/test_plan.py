@@ -231,7 +231,9 @@ def test_plan_missing_tensors_are_named_and_counted(llama) -> None:
     refusal = refuse({}, llama, shapes)
     assert (refusal.code, refusal.field) == ("tensors_missing", key)
     assert "1 of the 4 tensors" in refusal.message
-    assert refuse({"target_modules": ["k_proj"]}, llama, {}).code == "tensors_missing"
+    empty = refuse({"target_modules": ["k_proj"]}, llama, {})
+    assert (empty.code, "holds no tensor at all" in empty.message) == ("tensors_missing", True)
+    assert "holds no tensor" not in refusal.message
 
 
 def test_plan_targets_without_any_tensor_are_absent(llama) -> None:
@@ -271,6 +273,15 @@ def test_plan_wrong_shapes_are_named_with_the_right_ones(shape: tuple[int, ...],
     refusal = refuse({"base_model_name_or_path": "acme/other-7b"}, llama, on_llama() | {key: shape})
     assert (refusal.code, refusal.field) == ("shape_mismatch", key)
     assert all(part in refusal.message for part in (str(list(shape)), "[8, 64]", "acme/other-7b", "LlamaForCausalLM"))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 64)])
+def test_plan_empty_tensors_are_refused_with_zero3s_way_out(shape: tuple[int, ...], llama) -> None:
+    """DeepSpeed ZeRO-3 holds every parameter as `[0]` outside of a step, and PEFT saves what it finds."""
+    refusal = refuse({}, llama, {key: shape for key in on_llama()})
+    assert refusal.code == "shape_mismatch"
+    assert "stage3_gather_16bit_weights_on_model_save" in refusal.message
+    assert "ZeRO-3" not in refuse({}, llama, {key: (7, 63) for key in on_llama()}).message
 
 
 def test_plan_adapter_of_a_larger_model_is_refused(llama) -> None:

@@ -75,8 +75,6 @@ def _of_target(key: str) -> bool:
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "phi3", "gemma3"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_plan_every_format_on_every_family_equals_pefts_file(name: str, family: str, base_of) -> None:
-    if name == "head_tokens" and base_of(family).vocabulary.tied:
-        pytest.skip("one matrix has one set of trained rows")
     config, base = FORMATS[name], base_of(family)
     shapes = injected(family, config, save_embedding_layers=False)
     plan = plan_adapter(parse_adapter_config(written(config)), header_of(shapes), base, LIMITS)
@@ -150,6 +148,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "target_unsupported",
         "trainable_token_indices",
     ),
+    "tokens of one module by two names": (
+        LORA | {"trainable_token_indices": {"embed_tokens": [3], "model.embed_tokens": [4]}},
+        "config_invalid",
+        "trainable_token_indices",
+    ),
     "no token": (
         LORA | {"trainable_token_indices": {"embed_tokens": []}},
         "config_invalid",
@@ -204,7 +207,11 @@ def test_plan_unsupported_format_is_refused_by_field(name: str, llama) -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "field"),
     [
-        ({"trainable_token_indices": {"lm_head": [3]}}, "target_unsupported", "trainable_token_indices"),
+        (
+            {"trainable_token_indices": {"lm_head": [3], "embed_tokens": [4]}, "ensure_weight_tying": True},
+            "config_invalid",
+            "trainable_token_indices",
+        ),
         (
             {"target_modules": ["lm_head", "q_proj"], "exclude_modules": ["embed_tokens"], "ensure_weight_tying": True},
             "config_invalid",

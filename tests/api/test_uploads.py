@@ -219,6 +219,8 @@ def test_announcements_that_cannot_be_taken(client: httpx.Client, files: dict[st
         ("adapter_model.safetensors.index.json", "sharded"),
         ("default/adapter_config.json", "folders of their own: 'default'. To choose one, announce its files"),
         ("adapters.safetensors", "mlx-lm"),
+        ("lit_model.pth.lora", "litgpt"),
+        ("value_head.safetensors", "task_type SEQ_CLS"),
     ],
 )
 def test_announcement_of_another_form_says_which_it_is(client: httpx.Client, name: str, reason: str) -> None:

@@ -49,6 +49,13 @@ FORMATS: dict[str, peft.PeftConfig] = {
         **LORA | {"target_modules": ["o_proj"]},
         trainable_token_indices={"embed_tokens": [20, 7], "lm_head": [50, 8, 30, 31, 32, 33, 34]},
     ),
+    "same_tokens": peft.LoraConfig(  # on a tied base PEFT saves these rows once
+        **LORA | {"target_modules": ["o_proj"]},
+        trainable_token_indices={"lm_head": [60, 9, 2], "embed_tokens": [60, 9, 2]},
+    ),
+    "only_head_tokens": peft.LoraConfig(
+        **LORA | {"target_modules": ["o_proj"]}, trainable_token_indices={"lm_head": [50, 8, 33]}
+    ),
     # On a tied base one matrix, or one pair, serves in both places.
     "tied_saved": peft.LoraConfig(
         **LORA | {"target_modules": ["o_proj"]}, modules_to_save=["embed_tokens"], ensure_weight_tying=True

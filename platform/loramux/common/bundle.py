@@ -65,18 +65,37 @@ _IGNORED = re.compile(
     | \.git(attributes|ignore)
     | training_args\.(bin|json) | trainer_state\.json | (all|train|eval)_results\.json
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
+    | random_states_\d+\.pkl | pytorch_model_fsdp\.bin       # accelerate's states
+    | tokens_state\.json | training_params\.json             # axolotl's and AutoTrain's notes
     | global_step\d+ | checkpoint-\d+ | runs | logs | wandb
     | (?!/|(.*/)?\.\.?/).+/.*                               # other adapters and states of the run, in folders within
-    | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
+    | special_tokens_map\.json | vocab\.json | merges\.txt | (tokenizer|spiece|sentencepiece\.bpe)\.model
     | adapter_model\.pt                                     # torchtune's second copy, in its own form
     | additional_config\.json | args\.json | configuration\.json | Modelfile | checkpoint_complete
     | (video_)?(pre)?processor_config\.json
     """,
     re.VERBOSE,
 )
-_SHARD = re.compile(r"(.*/)?adapter_model(-\d+-of-\d+\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)")
-_MLX = re.compile(r"(.*/)?(\d+_)?adapters\.(safetensors|npz)")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
+_MISPLACED = {
+    re.compile(r"(.*/)?adapter_model(-\d+-of-\d+\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)"): (
+        "a part of a sharded adapter, and an adapter is one file here: load it with PEFT and save it with "
+        "save_pretrained, which writes one adapter_model.safetensors."
+    ),
+    re.compile(r"(.*/)?(\d+_)?adapters\.(safetensors|npz)"): (
+        "how mlx-lm saves an adapter, with names and a scale of its own. Convert it to PEFT's form "
+        "(adapter_config.json with lora_alpha = scale * rank, lora_A and lora_B transposed)."
+    ),
+    re.compile(r"(.*/)?lit_model\.pth(\.lora)?"): (
+        "how litgpt saves a model or an adapter: a pickle, with names and joined linears of its own. litgpt converts "
+        "neither to PEFT's form, so train the adapter with PEFT."
+    ),
+    re.compile(r"(.*/)?value_head\.(safetensors|bin)"): (
+        "a value head. A reward model is served as a classifier alone: train it with task_type SEQ_CLS and one label, "
+        "as TRL's RewardTrainer does. The adapter of a policy (PPO) needs no value head: leave this file out."
+    ),
+}
+"""Files of forms that are not served, and what they are, with the correction."""
 
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -167,17 +186,9 @@ def misplaced(names: Iterable[str]) -> str | None:
     unknown.
     """
     for name in names:
-        shown = f"'{name[:80]}'"
-        if _SHARD.fullmatch(name) is not None:
-            return (
-                f"{shown} is a part of a sharded adapter, and an adapter is one file here: load it with PEFT and "
-                "save it with save_pretrained, which writes one adapter_model.safetensors."
-            )
-        if _MLX.fullmatch(name) is not None:
-            return (
-                f"{shown} is how mlx-lm saves an adapter, with names and a scale of its own. Convert it to PEFT's form "
-                "(adapter_config.json with lora_alpha = scale * rank, lora_A and lora_B transposed)."
-            )
+        for pattern, reason in _MISPLACED.items():
+            if pattern.fullmatch(name) is not None:
+                return f"'{name[:80]}' is {reason}"
     return None
 
 

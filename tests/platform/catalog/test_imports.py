@@ -166,6 +166,7 @@ SAVED = {
     "with an index": (["adapter_config.json", "adapter_model.safetensors.index.json"], ["sharded", "save_pretrained"]),
     "as a pickle": (["adapter_config.json", "adapter_model.bin"], ["pickle", "save_pretrained"]),
     "by mlx-lm": (["adapter_config.json", "adapters.safetensors"], ["mlx-lm", "lora_alpha"]),
+    "by litgpt": (["model_config.yaml", "lit_model.pth.lora"], ["litgpt", "train the adapter with PEFT"]),
     "merged": (["config.json", "model.safetensors"], ["Save the adapter with save_pretrained"]),
 }
 """Files of a repository without an adapter at its root, and what the refusal says of them."""

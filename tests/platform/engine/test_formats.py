@@ -13,7 +13,8 @@ from preempting import preempting
 
 ON_LINEARS = ("lora_bias", "biases", "biases_dora", "dora", "ia3")
 TIED = tuple(name for name in FORMATS if name.startswith("tied_"))
-ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "one_norm", "tokens", *TIED)
+TOKENS = ("head_tokens", "same_tokens", "only_head_tokens")
+ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "one_norm", "tokens", *TOKENS, *TIED)
 
 BASES = {
     "llama": ("llama", tuple(FORMATS), False),

@@ -205,6 +205,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
     made.make_format("plain", peft.LoraConfig(**LORA | {"target_modules": ["q_proj", "o_proj", "down_proj"]}), 1)
     made.make_format("dora", peft.LoraConfig(**LORA, use_dora=True), 2)
     made.make_format("saved", peft.LoraConfig(**LORA, modules_to_save=["embed_tokens"]), 3)
+    for seed, name in enumerate(("embedding", "head_bias", "head_tokens"), start=4):
+        made.make_format(name, FORMATS[name], seed)
     return made
 
 
@@ -219,8 +221,9 @@ def respelled(zoo: FormatZoo, of: str, name: str, change: Any, fields: dict[str,
 
 
 def with_adapter_name(key: str) -> str:
-    for tail in ("lora_A", "lora_B", "lora_magnitude_vector"):
+    for tail in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
         key = key.replace(f".{tail}", f".{tail}.default")
+    key = key.replace("trainable_tokens_delta", "trainable_tokens_delta.default")
     return key.replace("embed_tokens.weight", "embed_tokens.modules_to_save.default.weight")
 
 
@@ -243,7 +246,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("of", ["plain", "dora", "saved"])
+@pytest.mark.parametrize("of", ["plain", "dora", "saved", "embedding", "head_bias", "head_tokens"])
 def test_other_names_of_modules_answer_as_the_original(dense: FormatZoo, of: str, spelling: str) -> None:
     name = f"{of} {spelling}"
     respelled(dense, of, name, SPELLINGS[spelling])

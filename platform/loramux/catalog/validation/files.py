@@ -158,8 +158,14 @@ def is_copy_of(names: Iterable[str], claimed: str | None) -> bool:
 
 _CACHED = re.compile(r".*(?:^|/)models--(?:[^/]+?--)?(?P<name>[^/]+)/snapshots/[^/]+")
 """The Hugging Face cache's folder of a model: `models--Qwen--Qwen3-0.6B/snapshots/COMMIT`."""
-_QUANTIZED = re.compile(r"(-unsloth)?-(bnb-[48]bit|awq|gptq|(gptq-)?int[48]|fp8)\Z")
-"""Ends of the names of quantized copies: unsloth trains on its own ones, `Qwen3-8B-unsloth-bnb-4bit` for Qwen3-8B."""
+_QUANTIZED = re.compile(
+    r"([-_.](unsloth|bnb|quantized)){0,2}"
+    r"([-_.](awq|gptq|gptqmodel|hqq|autoround|dwq|bnb|(int)?[2-8]-?bits?|int[2-8]|[fn]f4|fp[48]|nvfp4(a16)?|mxfp[48]|bf16"
+    r"|w[2-8]a(16|8))){1,4}"
+    r"([-_.](dynamic|block))?\Z"
+)
+"""Ends of the names of copies in another format: unsloth trains on its own ones, `Qwen3-8B-unsloth-bnb-4bit` for
+Qwen3-8B; others are `-AWQ-INT4`, `-quantized.w4a16`, `-FP8-dynamic`, `-NVFP4`, and gpt-oss-20b-BF16."""
 
 
 def _last(name: str) -> str:

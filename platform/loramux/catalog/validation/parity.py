@@ -190,8 +190,10 @@ def check_base_copies(setup: ParitySetup, files: BaseFiles, job: ParityJob) -> N
         if own is None or copy.key not in header.tensors:
             continue
         only = replaced(header, tensors={copy.key: header.tensors[copy.key]})
-        weights = read_weights(path, only, _alone(plan, copy), own.dtype)
-        fit_to_base(weights, BaseWeights({}, {copy.module: LocalMatrix(own)}))
+        # In the serving dtype too: each load compares in it, and must not refuse what was accepted here.
+        for dtype in dict.fromkeys((own.dtype, getattr(torch, setup.serving))):
+            matrices = {copy.module: LocalMatrix(own.to(dtype))}
+            fit_to_base(read_weights(path, only, _alone(plan, copy), dtype), BaseWeights({}, matrices))
 
 
 def _check_repeats(path: Path, plan: AdapterPlan, header: SafetensorsHeader) -> None:

@@ -280,7 +280,8 @@ def test_bundle_added_tokens_with_a_gap_are_refused(base: BaseText, tmp_path: Pa
         *("README.md", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt", "trainer_state.json"),
         *("special_tokens_map.json", "runs/x/events.out.tfevents.1", "checkpoint-50/optimizer.pt", "training_loss.png"),
         *("additional_config.json", "args.json", "Modelfile", "checkpoint_complete", "processor_config.json"),
-        "adapter_model.pt",
+        *("adapter_model.pt", "tokens_state.json", "training_params.json", "sentencepiece.bpe.model"),
+        *("random_states_0.pkl", "pytorch_model_fsdp.bin"),
     ],
 )
 def test_bundle_files_of_the_trainer_s_own_are_ignored(name: str) -> None:

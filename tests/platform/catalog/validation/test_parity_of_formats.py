@@ -92,6 +92,16 @@ def test_parity_of_a_converted_kind_passes_against_the_original(
     assert report.checks[-1].figures["mean_divergence_from_base"] > 1e-3
 
 
+def test_parity_copy_of_a_base_that_was_loaded_in_bfloat16_passes(comparison: ParityComparison, zoo: FormatZoo) -> None:
+    folder = zoo.make_format("embedding", FORMATS["embedding"], seed=1)
+    tensors = load_file(folder / WEIGHTS_NAME)
+    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    rounded = tensors[key].to(torch.bfloat16)
+    assert not torch.equal(rounded.float(), tensors[key])
+    save_file(tensors | {key: rounded}, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    assert compared(comparison, folder, folder).refusal is None
+
+
 def test_parity_copy_of_another_base_is_refused(comparison: ParityComparison, zoo: FormatZoo) -> None:
     folder = zoo.make_format("embedding", FORMATS["embedding"], seed=1)
     tensors = load_file(folder / WEIGHTS_NAME)
