@@ -271,7 +271,7 @@ class CollectedChoice:
     finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
-        """Add a delta. The writer writes log probabilities into JsonLists of its own."""
+        """Add a delta without its log probabilities, which the writer writes into separate JsonLists."""
         if delta.is_unended_thought:
             self.thoughts.clear()
         self.texts.append(delta.text)

@@ -2,8 +2,8 @@
 
 Semantics: y = x @ cat(weights).T + cat(biases).
 
-A format (`Plain`, `Panels`, `Tiles`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The format of a
-base's unquantized weights is measured (`format_choice`). Quantized weights stay codes (`quantized_weight`) and are
+A format (`Plain`, `Panels`, `Tiles`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The format
+of a base's unquantized weights is measured (`format_choice`). Quantized weights stay codes (`quantized_weight`) and are
 decoded during the product. LoRA reads the unquantized input and adds to the result, so a format does not depend on
 adapters.
 """
@@ -146,9 +146,8 @@ class Panels:
 
 
 class Tiles(Panels):
-    """The panels of bfloat16, multiplied by tiles: a processor with Intel's AMX multiplies many rows eight times as fast.
-
-    Its sums have another order than those of `Panels`, for every number of rows.
+    """The panels of bfloat16, multiplied by tiles of Intel's AMX. The sums have another order than those of `Panels`,
+    for every number of rows.
     """
 
     _by_tiles = True
@@ -162,7 +161,7 @@ class Tiles(Panels):
 
     @staticmethod
     def holds(weight: torch.Tensor) -> bool:
-        """Return whether this process may use tiles, for a weight of bfloat16 with whole tiles of inputs."""
+        """Return whether this process may use tiles, and the weight is of bfloat16 and has whole tiles of inputs."""
         is_suitable = weight.dtype == torch.bfloat16 and weight.shape[1] % Tiles.depth == 0
         return is_suitable and native_for(weight) is not None and has_tiles()
 

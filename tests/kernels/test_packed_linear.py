@@ -16,7 +16,6 @@ from loramux_kernels.packed_linear import (
     PackedLinear,
     Panels,
     Tiles,
-    choose_format,
     heads_linear,
     packed_linear_reference,
     rows_linear,

@@ -120,7 +120,7 @@ def mixed_requests(
 
 
 class Told(NamedTuple):
-    """What an engine tells of one token of an answer."""
+    """Output of an engine for one token of an answer."""
 
     token_id: int | None
     logprob: Any
@@ -180,7 +180,7 @@ def drafting_engine(zoo: MixedZoo, source: str, answers: dict[str, Answer], seed
     else:
         engine = zoo.engine(**settings, speculation="ngram", max_draft_tokens=4)
         draft_always(engine.scheduler, lambda own: right[own.id], seed, most=4)
-    engine.scheduler.memory.swap.pays = lambda _: True
+    engine.scheduler.memory.swap.pays = lambda sequence: True  # type: ignore[method-assign]
     return engine
 
 
@@ -217,7 +217,8 @@ class PlacedHead(ReferenceHead):
 def drafts_in_images(zoo: MixedZoo, asked: Pictured, token_ids: list[int], count: int) -> torch.Tensor:
     """Return the logits `[count, vocabulary]` of the head's drafts after `token_ids`, which begin with the prompt of
     `asked`, from transformers' own embeddings, places and hidden states."""
-    model, seen = zoo._model(asked.adapter), {}
+    model = zoo._model(asked.adapter)
+    seen: dict[str, Any] = {}
     text = next(module for name, module in model.named_modules() if name.endswith("language_model"))
     hook = text.register_forward_hook(
         lambda _module, _args, inputs, output: seen.update(inputs, hidden=output.last_hidden_state), with_kwargs=True

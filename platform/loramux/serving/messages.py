@@ -270,7 +270,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Set on the choice's last delta, which comes after the usage has been recorded."""
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
     """Log probabilities of consecutive tokens of the prompt, from its second token on, if they were requested. They
-    come in deltas of their own before the choice's first token; answers that earlier releases kept have them on the
+    come in separate deltas before the choice's first token; answers that earlier releases kept have them on the
     first delta.
     """
     stop_string: str | None = None
