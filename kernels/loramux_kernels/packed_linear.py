@@ -2,10 +2,10 @@
 
 Semantics: y = x @ cat(weights).T + cat(biases).
 
-A format (`Plain`, `Panels`, `Tiles`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The format
-of a base's unquantized weights is measured (`format_choice`). Quantized weights stay codes (`quantized_weight`) and are
-decoded during the product. LoRA reads the unquantized input and adds to the result, so a format does not depend on
-adapters.
+A format (`Plain`, `Panels`, `Tiles`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The
+format of a base's unquantized weights is measured (`format_choice`). Quantized weights stay codes (`quantized_weight`)
+and are decoded during the product. LoRA reads the unquantized input and adds to the result, so a format does not depend
+on adapters.
 """
 
 from __future__ import annotations
