@@ -45,7 +45,7 @@ PYTHON = {
         "LlamaIndex",
         ("llama-index-core", "llama-index-llms-openai-like", "llama-index-llms-openai"),
     ),
-    "steps_litellm.py": ("LiteLLM", ("litellm[proxy]",)),
+    "steps_litellm.py": ("LiteLLM", ("litellm",)),
     "steps_open_webui.py": ("Open WebUI", ("open-webui", "--no-deps")),
     "steps_haystack.py": ("Haystack", ("haystack-ai",)),
     "steps_dspy.py": ("DSPy", ("dspy", "litellm")),
