@@ -40,9 +40,8 @@ MEANINGFUL: Mapping[str, tuple[str, ...]] = {
     "response_format": ("text", "output_config"),
     "structured_outputs": ("text", "output_config", "response_format"),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ("structured_outputs", "text")),
-    **dict.fromkeys(
-        ("json_schema", "regex", "grammar", "ebnf", "format"), ("response_format", "text", "output_config")
-    ),
+    **dict.fromkeys(("json_schema", "format"), ("response_format", "text", "output_config")),
+    **dict.fromkeys(("regex", "grammar", "ebnf"), ("structured_outputs", "text", "output_config")),
     **dict.fromkeys(PARAMETERS, ()),
     **dict.fromkeys(("n", "logprobs", "top_logprobs", "echo", "best_of", "use_beam_search", "seed"), ()),
     **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), ()),

@@ -59,6 +59,8 @@ PYTHON = {
     "steps_agno.py": ("Agno", ("agno", "openai", "anthropic", "sqlalchemy")),
     "steps_strands.py": ("Strands Agents", ("strands-agents[openai,anthropic]",)),
     "steps_google_adk.py": ("Google ADK", ("google-adk", "litellm")),
+    "steps_inspect.py": ("Inspect", ("inspect-ai", "openai", "anthropic")),
+    "steps_mistral.py": ("Mistral's client", ("mistralai", "pydantic")),
     "steps_openhands.py": ("OpenHands", ("openhands-sdk", "openhands-tools")),
 }
 """The clients' names and packages, by script; the first package has the version that is shown."""

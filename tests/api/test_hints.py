@@ -141,6 +141,14 @@ def test_unknown_field_that_would_change_the_answer_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("field", "instead"),
+    [("ebnf", "structured_outputs"), ("lora_path", "model"), ("random_seed", "seed"), ("stop_regex", "stop")],
+)
+def test_refusal_of_another_servers_field_names_the_field_to_send(chats: Site, field: str, instead: str) -> None:
+    assert f"send '{instead}'" in post(chats, CHAT, {field: "x"}, 400).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"n": 1}, {"stop": []}, {"presence_penalty": 0}, {"temprature": None}, {"echo": False}, {"lora_path": None},
