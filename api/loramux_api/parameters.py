@@ -33,6 +33,7 @@ MAX_PAGE = 500
 MAX_QUERY = 4096
 MAX_SHORT_PAGE = 100
 MAX_UNDO_SECONDS = 365 * 86_400
+TWO_DIRECTIONS = "'after_id' and 'before_id' are two directions of a list; send one of them."
 
 PathName = Annotated[str, PathParameter(max_length=MAX_NAME)]
 """A name or an id in a path."""

@@ -40,13 +40,26 @@ MEANINGFUL: Mapping[str, tuple[str, ...]] = {
     "response_format": ("text", "output_config"),
     "structured_outputs": ("text", "output_config", "response_format"),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ("structured_outputs", "text")),
-    **dict.fromkeys(("json_schema", "regex", "grammar", "format"), ("response_format", "text", "output_config")),
+    **dict.fromkeys(("json_schema", "format"), ("response_format", "text", "output_config")),
+    **dict.fromkeys(("regex", "grammar", "ebnf"), ("structured_outputs", "text", "output_config")),
     **dict.fromkeys(PARAMETERS, ()),
     **dict.fromkeys(("n", "logprobs", "top_logprobs", "echo", "best_of", "use_beam_search", "seed"), ()),
     **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("do_sample", "num_beams", "typical_p", "top_a", "tfs_z", "top_n_sigma", "mirostat"), ()),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"), ()),
     **dict.fromkeys(("guidance_scale", "negative_prompt", "no_repeat_ngram_size", "penalty_alpha"), ()),
+    **dict.fromkeys(("custom_logit_processor", "watermark", "no_stop_trim"), ()),
+    **dict.fromkeys(("lora_path", "lora", "lora_name", "lora_request", "adapter_id", "adapter_name"), ("model",)),
+    "random_seed": ("seed",),
+    "repeat_penalty": ("repetition_penalty",),
+    "stop_regex": ("stop", "stop_sequences"),
+    "input_ids": ("prompt", "messages", "input"),
+    "prompt_truncate_len": ("truncate_prompt_tokens",),
+    "echo_last": ("echo",),
+    "reasoning_format": ("include_reasoning",),
+    **dict.fromkeys(("tool_prompt", "safe_prompt"), ("messages", "system", "instructions")),
+    **dict.fromkeys(("safety_model", "guardrails"), ()),
+    **dict.fromkeys(("output_dimension", "output_dimensionality"), ("dimensions",)),
     **dict.fromkeys(("functions", "function_call"), ("tools", "tool_choice")),
     **dict.fromkeys(("previous_response_id", "conversation"), ("messages", "input")),
 }
@@ -55,12 +68,13 @@ endpoints.
 """
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: (getattr(_NEUTRAL, name), *PARAMETERS[name].other_neutrals) for name in KINDS if name != "temperature"},
-    **dict.fromkeys(("n", "best_of", "num_beams", "typical_p", "tfs_z"), (1,)),
-    **dict.fromkeys(("min_tokens", "top_a", "mirostat"), (0,)),
+    **dict.fromkeys(("n", "best_of", "num_beams", "typical_p", "tfs_z", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("min_tokens", "top_a", "mirostat", "echo_last"), (0,)),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"), (0,)),
     **dict.fromkeys(("no_repeat_ngram_size", "penalty_alpha"), (0,)),
     "do_sample": (True,),
     "guidance_scale": (1,),
+    "reasoning_format": ("parsed", "auto", "deepseek"),
 }
 """Values that ask for the default behaviour, in addition to null, false and empty values."""
 

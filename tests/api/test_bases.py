@@ -124,6 +124,17 @@ def test_upload_finds_its_base_by_the_name_in_its_configuration(
     assert models["acme/found"]["parent"] == "birch"
 
 
+def test_models_are_listed_in_both_directions(client: httpx.Client) -> None:
+    names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+    assert len(names) > 1
+    for before, limit, shown in [
+        (names[-1], len(names), names[:-1]), (names[-1], 1, names[-2:-1]), (names[0], 5, []), ("nothing", 5, []),
+    ]:  # fmt: skip
+        page = client.get("/v1/models", params={"before_id": before, "limit": limit}).json()
+        assert [model["id"] for model in page["data"]] == shown
+        assert page["has_more"] is (len(shown) == limit < len(names) - 1)
+
+
 def test_upload_that_fits_several_bases_is_refused_with_their_names(client: httpx.Client, adapter: Path) -> None:
     refused = push(client, adapter, "unclear", claim="some/thing-else")
     assert refused.status_code == 400

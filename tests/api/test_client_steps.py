@@ -45,7 +45,7 @@ PYTHON = {
         "LlamaIndex",
         ("llama-index-core", "llama-index-llms-openai-like", "llama-index-llms-openai"),
     ),
-    "steps_litellm.py": ("LiteLLM", ("litellm[proxy]",)),
+    "steps_litellm.py": ("LiteLLM", ("litellm",)),
     "steps_open_webui.py": ("Open WebUI", ("open-webui", "--no-deps")),
     "steps_haystack.py": ("Haystack", ("haystack-ai",)),
     "steps_dspy.py": ("DSPy", ("dspy", "litellm")),
@@ -59,6 +59,8 @@ PYTHON = {
     "steps_agno.py": ("Agno", ("agno", "openai", "anthropic", "sqlalchemy")),
     "steps_strands.py": ("Strands Agents", ("strands-agents[openai,anthropic]",)),
     "steps_google_adk.py": ("Google ADK", ("google-adk", "litellm")),
+    "steps_inspect.py": ("Inspect", ("inspect-ai", "openai", "anthropic")),
+    "steps_mistral.py": ("Mistral's client", ("mistralai", "pydantic")),
     "steps_openhands.py": ("OpenHands", ("openhands-sdk", "openhands-tools")),
 }
 """The clients' names and packages, by script; the first package has the version that is shown."""

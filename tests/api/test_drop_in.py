@@ -151,6 +151,23 @@ def test_answer_continues_the_final_message(site: Site) -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "Here user"
 
 
+@pytest.mark.parametrize("field", ["prefix", "partial"])
+def test_assistants_last_message_is_continued_if_it_is_a_prefix(site: Site, field: str) -> None:
+    """DeepSeek's and Mistral's field, and Kimi's."""
+    for text, goes_on in [("Here ", "assistant: Here "), ("", "assistant: \nassistant:")]:
+        messages = [*HELLO, {"role": "assistant", "content": text, field: True}]
+        answer = post(site, "/v1/chat/completions", model="tiny", messages=messages, return_token_ids=True)
+        assert bytes(answer["prompt_token_ids"]).decode() == f"user: hello\n{goes_on}"
+
+
+@pytest.mark.parametrize("is_prefix", [True, False, None])
+def test_earlier_message_is_not_continued(site: Site, is_prefix: bool | None) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Here ", "prefix": is_prefix}]
+    messages += [*HELLO] if is_prefix else []
+    answer = post(site, "/v1/chat/completions", model="tiny", messages=messages, return_token_ids=True)
+    assert bytes(answer["prompt_token_ids"]).decode().endswith("\nassistant:")
+
+
 def test_prompt_ends_with_the_last_message_without_generation_prompt(site: Site) -> None:
     answer = post(site, "/v1/chat/completions", **CHAT, add_generation_prompt=False, return_token_ids=True)
     assert bytes(answer["prompt_token_ids"]).decode() == "user: hello\n"

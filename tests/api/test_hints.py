@@ -22,6 +22,16 @@ BODIES: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "x"},
 }
 IGNORED = "x-loramux-ignored-fields"
+OF_OTHER_SERVERS = (
+    "ebnf",
+    "stop_regex",
+    "lora_path",
+    "adapter_id",
+    "random_seed",
+    "custom_logit_processor",
+    "input_ids",
+)
+"""Fields of SGLang, LoRAX, llama.cpp and Mistral that change the answer, or choose the adapter."""
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +119,11 @@ def test_unknown_field_within_an_object_with_hints_is_named_by_its_path(chats: S
         (CHAT, {"top_a": 0.5}, "top_a"),
         (CHAT, {"seeed": 0}, "seeed"),
         (TEXT, {"messages": USER}, "messages"),
+        *((path, {name: "x"}, name) for name in OF_OTHER_SERVERS for path in (CHAT, MESSAGE, RESPONSE, TEXT)),
+        (CHAT, {"repeat_penalty": 1.1}, "repeat_penalty"),
+        (CHAT, {"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
+        (CHAT, {"safe_prompt": True}, "safe_prompt"),
+        (CHAT, {"reasoning_format": "hidden"}, "reasoning_format"),
         (MESSAGE, {"n": 2}, "n"),
         (MESSAGE, {"max_completion_tokens": 2}, "max_completion_tokens"),
         (MESSAGE, {"stop": "x" * 99}, "stop"),
@@ -126,8 +141,20 @@ def test_unknown_field_that_would_change_the_answer_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"n": 1}, {"stop": []}, {"presence_penalty": 0}, {"temprature": None}, {"echo": False}]
+    ("field", "instead"),
+    [("ebnf", "structured_outputs"), ("lora_path", "model"), ("random_seed", "seed"), ("stop_regex", "stop")],
 )
+def test_refusal_of_another_servers_field_names_the_field_to_send(chats: Site, field: str, instead: str) -> None:
+    assert f"send '{instead}'" in post(chats, CHAT, {field: "x"}, 400).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1}, {"stop": []}, {"presence_penalty": 0}, {"temprature": None}, {"echo": False}, {"lora_path": None},
+        {"repeat_penalty": 1.0}, {"safe_prompt": False}, {"reasoning_format": "parsed"},
+    ],
+)  # fmt: skip
 def test_unknown_field_whose_value_asks_for_nothing_is_ignored(chats: Site, fields: dict[str, Any]) -> None:
     assert post(chats, MESSAGE, fields).headers[IGNORED] == next(iter(fields))
 

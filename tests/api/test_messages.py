@@ -155,8 +155,12 @@ def test_models_are_listed_page_by_page_with_anthropics_fields(chats: Site) -> N
     assert one.max_input_tokens == 4096
     assert abs((one.created_at - datetime.now(UTC)).total_seconds()) < 3600
     assert models.retrieve("tiny").display_name == "tiny"
-    page = models.list(limit=1, after_id="tiny")
-    assert (page.data, page.has_more) == ([], False)
+    for page in (models.list(limit=1, after_id="tiny"), models.list(limit=1, before_id="tiny")):
+        assert (page.data, page.has_more) == ([], False)
+    assert [one.id for one in models.list(lifecycle=["active", "deprecated"])] == ["tiny"]
+    assert models.list(lifecycle=["retired"]).data == []
+    with pytest.raises(anthropic.BadRequestError, match="two directions"):
+        models.list(before_id="tiny", after_id="tiny")
 
 
 def test_more_tokens_than_the_context_holds_are_no_error(chats: Site) -> None:

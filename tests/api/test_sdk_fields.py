@@ -15,19 +15,26 @@ from loramux_api.schemas.batches import BatchBody
 from loramux_api.schemas.chat import ChatBody
 from loramux_api.schemas.message_batches import MessageBatchBody
 from loramux_api.schemas.messages import CountBody, MessageBody
+from loramux_api.schemas.pooling import EmbeddingBody
 from loramux_api.schemas.responses import ResponseBody
+from loramux_api.schemas.training import FineTuningJobBody
 
 PAGE = RECORD.parents[1] / "no-effect.md"
 BODIES: dict[str, type[Body]] = {
     "chat": ChatBody,
     "completions": CompletionBody,
     "responses": ResponseBody,
+    "responses beta": ResponseBody,
     "input_tokens": ResponseBody,
     "messages": MessageBody,
     "messages beta": MessageBody,
     "count_tokens": CountBody,
+    "count_tokens beta": CountBody,
     "batches": BatchBody,
     "message batches": MessageBatchBody,
+    "message batches beta": MessageBatchBody,
+    "embeddings": EmbeddingBody,
+    "fine-tuning jobs": FineTuningJobBody,
 }
 
 

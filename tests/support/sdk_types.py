@@ -10,10 +10,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_message_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
+from anthropic.types.beta.messages import batch_create_params as beta_message_batch_create_params
 from anthropic.types.messages import batch_create_params as message_batch_create_params
-from openai.types import batch_create_params, completion_create_params, file_create_params
+from openai.types import batch_create_params, completion_create_params, embedding_create_params, file_create_params
+from openai.types.beta import response_create_params as beta_response_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.fine_tuning import job_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 from typing_extensions import get_type_hints, is_typeddict
 
@@ -23,14 +27,21 @@ ROOTS: dict[str, type] = {
     "chat": chat_create_params.CompletionCreateParamsBase,
     "completions": completion_create_params.CompletionCreateParamsBase,
     "responses": response_create_params.ResponseCreateParamsBase,
+    "responses beta": beta_response_create_params.ResponseCreateParamsBase,
     "input_tokens": input_token_count_params.InputTokenCountParams,
     "messages": message_create_params.MessageCreateParamsBase,
     "messages beta": beta_message_create_params.MessageCreateParamsBase,
     "count_tokens": message_count_tokens_params.MessageCountTokensParams,
+    "count_tokens beta": beta_message_count_tokens_params.MessageCountTokensParams,
     "batches": batch_create_params.BatchCreateParams,
     "message batches": message_batch_create_params.BatchCreateParams,
+    "message batches beta": beta_message_batch_create_params.BatchCreateParams,
+    "embeddings": embedding_create_params.EmbeddingCreateParams,
+    "fine-tuning jobs": job_create_params.JobCreateParams,
     "files": file_create_params.FileCreateParams,
 }
+FLAT = {ROOTS["responses beta"]}
+"""Types whose parts are not read: the parts are those of Responses under other names, each with an `agent`."""
 _row = re.compile(r"^\| (?P<types>[\w.*, ]+) \| (?P<class>[\w-]+) \| (?P<fields>[^|]*) \|$", re.MULTILINE)
 
 
@@ -91,7 +102,7 @@ def fields_of(rows: list[Row]) -> Iterator[tuple[type, str, str | None]]:
         for field, hint in get_type_hints(kind, include_extras=True).items():
             of_field = class_of(rows, name_of(kind), field)
             yield kind, field, of_field
-            if of_field in (None, "served"):
+            if of_field in (None, "served") and kind not in FLAT:
                 todo += typed_dicts(hint)
 
 

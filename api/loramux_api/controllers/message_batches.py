@@ -23,7 +23,7 @@ from loramux_api.bodies import RequestsRequest
 from loramux_api.controllers.messages import ERRORS, MessageError, MessageErrorObject, refused
 from loramux_api.downloads import Download
 from loramux_api.openapi import ResponseSpec
-from loramux_api.parameters import OptionalText, PathName
+from loramux_api.parameters import TWO_DIRECTIONS, OptionalText, PathName
 from loramux_api.schemas.message_batches import (
     BATCHES,
     MESSAGES,
@@ -101,8 +101,7 @@ class MessageBatchController(Controller):
             found = await batches.before(principal, after_id, limit + 1, MESSAGES)
             return page_of(found[:limit], has_more=len(found) > limit)
         if after_id is not None:
-            message = "'after_id' and 'before_id' are two directions of a list; send one of them."
-            raise InvalidRequest(message, field="before_id", code="invalid_value")
+            raise InvalidRequest(TWO_DIRECTIONS, field="before_id", code="invalid_value")
         found = await batches.following(principal, before_id, limit + 1, MESSAGES)
         return page_of(found[-limit:], has_more=len(found) > limit)
 

@@ -16,13 +16,15 @@ from loramux.common.identity import Principal
 from loramux.common.units import SECOND
 from loramux.serving.adapters import AdapterService
 from loramux.serving.bases import ServedBase, ServedBases
+from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import OptionalText, PathName
+from loramux_api.parameters import TWO_DIRECTIONS, OptionalText, PathName
 from loramux_api.schemas.batches import Cursored, page_of
 
 Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS"]
 Modality = Literal["text", "image"]
+Lifecycle = Literal["active", "deprecated", "retired"]
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -66,7 +68,7 @@ class ModelController(ApiController):
     guards = (requires("read"),)
 
     @get(summary="List models")
-    async def list_models(
+    async def list_models(  # noqa: PLR0913, PLR0917 - one for each parameter of the query
         self,
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -75,21 +77,35 @@ class ModelController(ApiController):
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
         after_id: OptionalText = None,
+        before_id: OptionalText = None,
+        lifecycles: Annotated[list[Lifecycle] | None, QueryParameter(name="lifecycle[]", max_items=3)] = None,
     ) -> Cursored[Model]:
         """List the models that your key may use: base models, your own adapters, and adapters shared with you.
 
         `search`: list only models whose name contains this text. `limit`: list at most this many models; without it,
-        all. `after_id`: begin after this model, the `last_id` of the page before.
+        all. `after_id`: begin after this model, the `last_id` of the page before. `before_id`: list the models just
+        before this model, the `first_id` of the page after. `lifecycle[]`: list only models in these stages; all are
+        `active`.
         """
+        if after_id is not None and before_id is not None:
+            raise InvalidRequest(TWO_DIRECTIONS, field="before_id", code="invalid_value")
+        if lifecycles and "active" not in lifecycles:
+            return page_of([], 0, [])
         wanted = (search or "").lower()
         models = [_base(base, started_at) for name, base in bases.items() if principal.may_use(name)]
-        most = None if limit is None or after_id is not None else limit + 1
+        most = None if limit is None or after_id is not None or before_id is not None else limit + 1
         found = await adapters.queries.callable(principal, wanted.rpartition("/")[2] or None, most)
         models += [_adapter(bases, one) for one in found]
         models = [one for one in models if wanted in one.id.lower()]
         if after_id is not None:
             place = next((i for i, one in enumerate(models) if one.id == after_id), len(models))
             models = models[place + 1 :]
+        if before_id is not None:
+            models = models[: next((i for i, one in enumerate(models) if one.id == before_id), 0)]
+            kept = models[-limit:] if limit else models
+            page = page_of(kept, len(kept), [one.id for one in kept])
+            page.has_more = len(models) > len(kept)
+            return page
         return page_of(models, limit or len(models), [one.id for one in models])
 
     @get("/{name:path}", summary="Describe a model")

@@ -86,6 +86,10 @@ class ChatMessage(msgspec.Struct):
     """Another name of `reasoning_content`."""
     thinking_blocks: Any = None
     """The thought as a list of Anthropic's blocks."""
+    prefix: bool | None = None
+    """True: the answer continues this message, if it is the last one. Clients of DeepSeek and Mistral send it."""
+    partial: bool | None = None
+    """Another name of `prefix`. Clients of Kimi and Qwen send it."""
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -122,7 +126,9 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    """`auto` (the default), `none`, `required`, one tool, or the tools that may be called (`allowed_tools`)."""
+    """`auto` (the default), `none`, `required`, one tool, or the tools that may be called (`allowed_tools`). `any` is
+    Mistral's name for `required`.
+    """
     parallel_tool_calls: bool | None = None
     """False: at most one call per answer."""
     reasoning_effort: Effort | None = None
@@ -258,6 +264,9 @@ def _options(body: ChatBody) -> ChatOptions:
 
 def _ending(body: ChatBody) -> ChatEnding:
     """Return the end of the prompt. Raises InvalidRequest."""
+    last = body.messages[-1]
+    if last.role == "assistant" and (last.prefix or last.partial) and last.content:
+        return "open_message"
     if not body.continue_final_message:
         return "message" if body.add_generation_prompt is False else "generation_prompt"
     if body.add_generation_prompt:

@@ -37,7 +37,7 @@ class MessageBatchBody(Body, forbid_unknown_fields=True):
 
     requests: Annotated[list[MessageRequest], Meta(min_length=1, max_length=MAX_REQUESTS)]
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"user_profile_id", "workspace_id"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"betas", "user_profile_id", "workspace_id"})
 
 
 class MessageRequestCounts(msgspec.Struct):

@@ -260,6 +260,7 @@ class ResponseBody(InferenceBody, kw_only=True):
         {
             "access_programs",
             "background_options",
+            "betas",
             "image",
             "max_tool_calls",
             "mm_payload",
@@ -283,6 +284,7 @@ class ResponseBody(InferenceBody, kw_only=True):
         "context_management": Unsupported("prompts are never cut; send a shorter 'input'.", (None, [])),
         "conversation": Unsupported(f"conversations are not objects here; {_WHOLE}, or 'previous_response_id'."),
         "moderation": Unsupported("answers are not moderated."),
+        "multi_agent": Unsupported("this server runs no agents; run them in your client.", (None, {"enabled": False})),
         "prompt": Unsupported("prompts are not stored here; send 'instructions' and 'input'."),
         "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "auto", "disabled")),
     }

@@ -127,7 +127,7 @@ class NamedToolChoice(msgspec.Struct, omit_defaults=True):
     allowed_tools: AllowedTools | None = None
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+ToolChoice = Literal["none", "auto", "required", "any"] | NamedToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +300,8 @@ def chat_choice(choice: ToolChoice | None) -> Asked:
             return ALL
         case "none" | "auto" | "required":
             return Asked(choice)
+        case "any":
+            return Asked("required")
         case NamedToolChoice(type="allowed_tools"):
             allowed = _given(choice.allowed_tools, "tool_choice.allowed_tools")
             return Asked(allowed.mode, frozenset(tool.name for tool in allowed.tools if tool.name is not None))

@@ -20,7 +20,7 @@ from loramux.data.entities import (
 )
 from loramux.training.errors import InvalidJob
 from loramux.training.service import status_of
-from loramux_api.bodies import Body
+from loramux_api.bodies import Body, Unsupported
 from loramux_api.schemas.bounds import Fields, ModelName, Name, Tags
 from loramux_api.schemas.tenancy import seconds
 
@@ -87,7 +87,9 @@ class LoraForm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class FineTuningJobBody(Body, forbid_unknown_fields=True):
     """A fine-tuning job to create."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "integrations": Unsupported("read the figures from the job's events.", (None, []))
+    }
 
     model: ModelName
     """A base model, or one of your adapters, from which the training goes on."""
@@ -105,7 +107,6 @@ class FineTuningJobBody(Body, forbid_unknown_fields=True):
     lora: LoraForm | None = None
     """Rank, scaling and modules of the adapter."""
     metadata: Tags | None = None
-    integrations: Annotated[list[Any], Meta(max_length=16)] | None = None
 
 
 class JobError(msgspec.Struct):
@@ -196,8 +197,6 @@ class FineTuningCheckpointObject(msgspec.Struct, kw_only=True):
 
 def training_options(body: FineTuningJobBody) -> TrainingOptions:
     """Return the wishes of a job's creator. Raises InvalidJob."""
-    if body.integrations:
-        raise InvalidJob("'integrations' is not supported; read the figures from the job's events.", "integrations")
     method, given = _method(body)
     lora = body.lora or LoraForm()
     targets = lora.target_modules
