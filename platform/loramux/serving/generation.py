@@ -31,7 +31,8 @@ from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import EndedBy, Settlement
 from loramux.serving.errors import AdapterNotLoaded, EngineDown, GenerationFailed, InvalidRequest, ServingError
-from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer, encode_delta
+from loramux.serving.kept_answers import encode_answer, encode_delta
+from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing
 from loramux.serving.output import Choice, OutputProcessor
 from loramux.serving.unread import AnswerMemory, UnreadDeltas
 

@@ -50,10 +50,10 @@ from loramux.serving.errors import Draining, EngineDown, InvalidRequest, TooMany
 from loramux.serving.formats import Format, Formats
 from loramux.serving.generation import Generation
 from loramux.serving.images import ImageReader
+from loramux.serving.kept_answers import Replay
 from loramux.serving.messages import (
     Answer,
     GenerationRequest,
-    Replay,
 )
 from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
 from loramux.serving.unread import AnswerMemory

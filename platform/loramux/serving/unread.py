@@ -14,7 +14,14 @@ from collections.abc import Iterable
 from loramux.common.errors import LoramuxError
 from loramux.common.jobs import HeldUnits
 from loramux.serving.errors import InvalidRequest, ServingError, TooManyAnswers
-from loramux.serving.messages import Delta, GenerationRequest, PromptTokenLogprob, TokenLogprob, take_readable
+from loramux.serving.messages import Delta, GenerationRequest, PromptTokenLogprob, TokenLogprob
+
+MAX_READ = 128
+"""Maximum number of deltas of one read, which are written in a few milliseconds."""
+MAX_READ_LOGPROBS = 2048
+"""Number of log probabilities after which a read ends: they are written in about 5 ms."""
+BYTES_PER_LOGPROB = 32
+"""Bytes of vectors that take as long to write as a log probability."""
 
 DELTA_BYTES = 512
 """Bytes of a delta of one token, without log probabilities."""
@@ -26,6 +33,22 @@ NUMBER_BYTES = 13
 """Bytes of JSON, twice, for each byte of a vector: a float32 has up to 24 characters."""
 STEP_BYTES = 64 << 10
 """Bytes by which an answer's memory grows. The first step is free, so a stream whose reader keeps up takes none."""
+
+
+def take_readable(deltas: Iterable[Delta]) -> list[Delta]:
+    """Return the leading deltas that are written in one turn of the event loop: at most MAX_READ, and none after
+    MAX_READ_LOGPROBS log probabilities. An iterator is left at the next delta.
+    """
+    taken: list[Delta] = []
+    size = 0
+    for delta in deltas:
+        taken.append(delta)
+        size += len(delta.pooled) // BYTES_PER_LOGPROB
+        for some in (delta.logprobs, delta.unshown_logprobs, delta.prompt_logprobs):
+            size += sum([1 + len(one.top) for one in some])
+        if len(taken) == MAX_READ or size > MAX_READ_LOGPROBS:
+            break
+    return taken
 
 
 class AnswerMemory:

@@ -16,8 +16,8 @@ from loramux.data.entities import IdempotencyClaim
 from loramux.engine.messages import SamplingParams
 from loramux.serving.errors import ServingError
 from loramux.serving.generation import Generation
-from loramux.serving.messages import MAX_READ, Answer, Delta, GenerationRequest
-from loramux.serving.unread import AnswerMemory
+from loramux.serving.messages import Answer, Delta, GenerationRequest
+from loramux.serving.unread import MAX_READ, AnswerMemory
 
 MIB = 1 << 20
 TOKENS = 4000

@@ -18,19 +18,10 @@ from loramux.data.entities import IdempotencyClaim
 from loramux.engine.messages import PromptLogprob, PromptLogprobs, SamplingParams, TopLogprob
 from loramux.serving.errors import ServingError
 from loramux.serving.generation import Generation
-from loramux.serving.messages import (
-    MAX_READ,
-    MAX_READ_LOGPROBS,
-    Answer,
-    Delta,
-    PromptTokenLogprob,
-    Token,
-    TokenLogprob,
-    take_readable,
-)
+from loramux.serving.messages import Answer, Delta, PromptTokenLogprob, Token, TokenLogprob
 from loramux.serving.output import OutputProcessor
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
-from loramux.serving.unread import UnreadDeltas
+from loramux.serving.unread import MAX_READ, MAX_READ_LOGPROBS, UnreadDeltas, take_readable
 
 ENGINE: dict[str, Any] = {"facts": msgspec.structs.replace(FACTS, max_model_len=8192, pages_total=4096)}
 TOKEN = Token("a", b"a", 97)
