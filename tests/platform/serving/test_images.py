@@ -423,12 +423,14 @@ def test_a_tenants_running_images_are_bounded_and_their_memory_returns_with_the_
             await made.begin(**asked)
         with pytest.raises(InvalidRequest, match="too large for 3 choices"):
             await made.begin(**asked, n=3)
-        for one in running:
+        made.engine.pause = 0.0
+        for request, one in zip(made.engine.requests, running, strict=True):
+            made.engine.left[request.id].set()  # ends the pause
             await read(one)
             await one.task  # type: ignore[attr-defined]
         await read(await made.begin(**asked))
 
-    in_images(test, tmp_path, ImageSettings(memory_bytes=64 << 20), pause=0.3)
+    in_images(test, tmp_path, ImageSettings(memory_bytes=64 << 20), pause=1_000.0)
 
 
 def test_every_choice_gets_the_images(tmp_path: Path) -> None:
