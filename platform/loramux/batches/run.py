@@ -553,7 +553,7 @@ class BatchRun:
             await jobs.remove_chunks(batch.id)
             await ClaimRepository(session).remove_before(batch.tenant_id, batch.id, None)
             detail = EventDetail(batch=batch.id)
-            await EventRepository(session, batch.tenant_id).add(f"batch.{state}", "", detail, now)
+            await EventRepository(session, batch.tenant_id).add(f"batch.{state}", "", detail, now, batch.project_id)
         self._batch = msgspec.structs.replace(batch, state=state)
         await self._threads.run(self._server.blobs.objects.delete_under, chunk_folder(batch.id))
 

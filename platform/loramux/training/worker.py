@@ -266,7 +266,7 @@ class TrainingWorker:
                 await FileRepository(session, job.tenant_id).expire(inputs, now)
             detail = EventDetail(job=job.id, error=error)
             events = EventRepository(session, job.tenant_id)
-            await events.add(f"fine_tuning.job.{outcome}", job.adapter, detail, now)
+            await events.add(f"fine_tuning.job.{outcome}", job.adapter, detail, now, job.project_id)
         await run_blocking(job.tenant_id, self.server.blobs.objects.delete_under, training_folder(job.id))
 
     async def _register_all(self, job: TrainingJob, checkpoints: list[TrainingCheckpoint], outcome: str) -> str | None:

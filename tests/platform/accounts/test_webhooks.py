@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -306,6 +307,30 @@ async def test_webhook_events_are_paged_and_limited_to_a_keys_adapters(
     harness.now += 91 * 24 * HOUR
     await harness.webhooks.dispatcher.forget()
     assert await harness.webhooks.events(acme, None, None, 10) == []
+
+
+async def test_key_of_a_project_sees_no_batch_and_no_job_of_another_project(
+    harness: Harness, enrol: Enrol, tenants: Tenants
+) -> None:
+    acme = await enrol("acme")
+    account = await tenants.account("acme")
+    own, other = [(await account.projects.create(name)).id for name in ("own", "other")]
+    bound_key = (await account.keys.create(KeyRequest(scopes=frozenset({"read", "webhooks"}), project="own")))[1]
+    bound = await tenants.authenticator.authenticate(bound_key)
+    await harness.listen(bound, "bound.example")
+    await harness.listen(acme, "all.example")
+    at, detail = harness.now, EventDetail(batch="batch_1")
+    async with harness.database.begin() as session:
+        events = EventRepository(session, acme.tenant)
+        for kind in ("batch.completed", "fine_tuning.job.failed"):
+            for project in (own, other, None):  # None: written by an earlier release
+                await events.add(kind, "", detail, at, project)
+    await harness.happen(acme, "a")
+    seen = await harness.webhooks.events(bound, None, None, 10)
+    assert sorted(event.kind for event in seen) == [READY, "batch.completed", "fine_tuning.job.failed"]
+    assert len(await harness.webhooks.events(acme, None, None, 10)) == 7
+    await harness.webhooks.dispatcher.run()
+    assert Counter(host for host, _, _ in harness.receiver.taken) == {"bound.example": 3, "all.example": 7}
 
 
 REFUSED = {

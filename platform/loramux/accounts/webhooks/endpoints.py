@@ -91,7 +91,11 @@ class WebhookEndpoints:
         self._resolver = resolver
 
     async def create(self, url: str, events: Collection[str] = KINDS) -> Endpoint:
-        """Create an endpoint for events from now on. Raises InvalidEndpoint, TooManyEndpoints, NotPermitted."""
+        """Create an endpoint for events from now on. If the actor is bound to a project, the endpoint gets no events of
+        other projects' batches and jobs.
+
+        Raises InvalidEndpoint, TooManyEndpoints, NotPermitted.
+        """
         if self._changes.actor.authority.models is not None:
             raise NotPermitted(
                 "a webhook receives events of all of the tenant's adapters, and this key may use some of them only; "
@@ -115,6 +119,7 @@ class WebhookEndpoints:
                 created_at=change.now,
                 failures=0,
                 quiet_until=0,
+                project_id=self._changes.actor.authority.project,
             )
             await endpoints.add(row)
             await change.note("webhook.create", row.id, tenant=self._tenant, after=_endpoint(row))
@@ -255,12 +260,13 @@ class WebhookService:
 
     async def events(self, principal: Principal, adapter: str | None, before: str | None, limit: int) -> list[Event]:
         """List events of the caller's adapters, newest first: of one adapter, or of all adapters that the caller's key
-        may use.
+        may use. A key that is bound to a project sees only this project's batches and jobs.
 
         `before` is the last event of the previous page.
         """
         async with self._database.read() as session:
-            return await EventRepository(session, principal.tenant).before(before, limit, _readable(principal, adapter))
+            events = EventRepository(session, principal.tenant)
+            return await events.before(before, limit, _readable(principal, adapter), principal.bound_project)
 
 
 def _readable(principal: Principal, adapter: str | None) -> frozenset[str] | None:

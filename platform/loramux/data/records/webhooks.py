@@ -18,6 +18,7 @@ from sqlalchemy import (
     UniqueConstraint,
     delete,
     func,
+    or_,
     select,
     text,
     tuple_,
@@ -27,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.errors import Rejection
-from loramux.common.identity import TenantId, new_id
+from loramux.common.identity import ProjectId, TenantId, new_id
 from loramux.data.entities import Event, EventDetail, LoggedDelivery, Refusal
 from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
 from loramux.data.records.tenants import TenantRow, lock_tenant
@@ -42,9 +43,11 @@ CANARY_ROLLED_BACK = "adapter.canary.rolled_back"
 SHADOW_STARTED, SHADOW_ENDED = "adapter.shadow.started", "adapter.shadow.ended"
 BATCH_KINDS = tuple(f"batch.{end}" for end in ("completed", "failed", "expired", "cancelled"))
 TRAINING_KINDS = tuple(f"fine_tuning.job.{end}" for end in ("succeeded", "failed", "cancelled"))
+OF_PROJECTS = (*BATCH_KINDS, *TRAINING_KINDS)
+"""Events of batches and jobs, which belong to a project."""
 KINDS = (
     *(READY, REJECTED, RETIRED, RESTORED, PROMOTED, CANARY_STARTED, ROLLED_BACK, CANARY_ROLLED_BACK),
-    *(SHADOW_STARTED, SHADOW_ENDED, *BATCH_KINDS, *TRAINING_KINDS),
+    *(SHADOW_STARTED, SHADOW_ENDED, *OF_PROJECTS),
 )
 
 PENDING = text("state = 'pending'")
@@ -79,6 +82,8 @@ class EventRow(Base):
     detail: Mapped[str]
     """A `data.entities.EventDetail` as JSON."""
     created_at: Mapped[int]
+    project_id: Mapped[ProjectId | None]
+    """Project of the batch or the fine-tuning job; None for an event of an adapter, which no project owns."""
 
 
 class EndpointRow(Base):
@@ -100,6 +105,10 @@ class EndpointRow(Base):
     """The time of the next attempt after a failure, at the earliest."""
     disabled_at: Mapped[int | None]
     disabled_because: Mapped[str | None]
+    project_id: Mapped[ProjectId | None]
+    """Project of the key that made the endpoint, if the key is bound to one: no batch and no job of another project is
+    sent to the endpoint.
+    """
 
 
 class DeliveryRow(Base):
@@ -141,10 +150,12 @@ def stored(rejection: Rejection) -> Refusal:
 class EventRepository(TenantScoped):
     """One tenant's events."""
 
-    async def add(self, kind: str, adapter: str, detail: EventDetail, at: int) -> None:
+    async def add(
+        self, kind: str, adapter: str, detail: EventDetail, at: int, project: ProjectId | None = None
+    ) -> None:
         """Append an event, and a delivery to every subscribed endpoint, to the caller's transaction.
 
-        `adapter` is the adapter's own name.
+        `adapter` is the adapter's own name, `project` that of a batch or a fine-tuning job.
         """
         event = EventRow(
             id=new_id("event"),
@@ -153,28 +164,42 @@ class EventRepository(TenantScoped):
             adapter=adapter,
             detail=msgspec.json.encode(detail).decode(),
             created_at=at,
+            project_id=project,
         )
         await self._insert(event)
-        self._session.add_all([_delivery(event, endpoint) for endpoint in await self._listeners(kind)])
+        self._session.add_all([_delivery(event, endpoint) for endpoint in await self._listeners(kind, project)])
         await self._session.flush()
 
-    async def before(self, event_id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Event]:
+    async def before(
+        self,
+        event_id: str | None,
+        limit: int,
+        adapters: Collection[str] | None = None,
+        project: ProjectId | None = None,
+    ) -> list[Event]:
         """List at most `limit` events older than the event with this id, newest first, of these adapters or of all
-        adapters.
+        adapters; with `project`, without batches and jobs of other projects.
         """
         statement = select(EventRow)
         if adapters is not None:
             statement = statement.where(EventRow.adapter.in_(adapters))
+        if project is not None:
+            is_own = EventRow.project_id == project
+            statement = statement.where(or_(is_own, EventRow.kind.not_in(OF_PROJECTS)))
         newest = newest_first(statement, EventRow, self._tenant, event_id, limit)
         return [event_of(row) for row in await self._session.scalars(newest)]
 
-    async def _listeners(self, kind: str) -> Sequence[str]:
+    async def _listeners(self, kind: str, project: ProjectId | None) -> Sequence[str]:
         """Lock the subscribed endpoints, so that none is deleted before its delivery's row is committed."""
         statement = select(EndpointRow).where(EndpointRow.tenant_id == self._tenant, EndpointRow.disabled_at.is_(None))
         endpoints = await self._session.scalars(
             statement.order_by(EndpointRow.id).with_for_update(read=True, key_share=True)
         )
-        return [endpoint.id for endpoint in endpoints if kind in endpoint.events.split()]
+        return [
+            one.id
+            for one in endpoints
+            if kind in one.events.split() and (kind not in OF_PROJECTS or one.project_id in (None, project))
+        ]
 
 
 async def forget_events(session: AsyncSession, before: int) -> None:
