@@ -84,7 +84,7 @@ void share_out(const Segments& segments, const Group& group, const LoraTableAbi&
 
 // Columns whose sums are finished together.
 template <class T>
-constexpr int STRIP = 16;
+inline constexpr int STRIP = 16;
 
 // A strip of sums, weighted, onto y.
 template <class T>
@@ -92,7 +92,7 @@ inline void finish(T* y, const float* sums, float scale) { store(y, fused(load(y
 
 #if LORAMUX_BF16_PAIRS
 template <>
-constexpr int STRIP<bf16> = 32;
+inline constexpr int STRIP<bf16> = 32;
 
 // The sums come in the order in which `interleave` leaves a strip's columns: 0-3, 8-11, 16-19, 24-27; 4-7, ...
 template <>
