@@ -25,6 +25,7 @@ OTHER_SUBJECTS = (
     "platform/loramux/common/settings/serving.py",
     "platform/loramux/common/bundle.py",  # the names of sentence-transformers' files
     "platform/loramux/serving/calls.py",
+    "api/loramux_api/unknown_fields.py",  # values of other servers' fields
     "platform/loramux/simulator/hardware.py",  # the planner's sizes of published models
 )
 

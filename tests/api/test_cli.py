@@ -181,7 +181,9 @@ def test_operator_commands_work_without_a_server(config: Path) -> None:
     assert read("budget", "rm", "month", *of_acme)["period"] == "month"
     log = read("audit", "ls", *of_acme)
     assert log[0]["action"] == "budget.remove"
-    assert read("audit", "ls", "--limit", "1", "--before", str(log[0]["sequence"]), *where)[0]["action"] == "budget.put"
+    assert (
+        read("audit", "ls", "--limit", "1", "--before", str(log[0]["sequence"]), *of_acme)[0]["action"] == "budget.put"
+    )
     for amount in ("x", "1.2.3", "1.0000000001", "-1", ""):
         assert loramux("budget", "set", "day", amount, *of_acme, code=2)
 
