@@ -247,10 +247,10 @@ class JsonLists:
 
     def extend(self, **values: Sequence[object]) -> None:
         """Write more values of each list: as many for each."""
-        for name, parts in self._parts.items():
-            if more := values[name]:
-                parts.append(_encode(more)[1:-1])
-        self.length += len(more)
+        (number,) = {len(more) for more in values.values()}
+        self.length += number
+        for name, parts in self._parts.items() if number else ():
+            parts.append(_encode(values[name])[1:-1])
 
     def written(self, after: JsonLists | None = None) -> dict[str, Any]:
         """Return the lists by name, each as JSON; with `after`, its values come first."""

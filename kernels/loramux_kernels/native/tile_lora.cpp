@@ -1,5 +1,5 @@
-// lora_shrink and lora_expand in bfloat16, by products of tiles (tiles.hpp): a processor with tiles multiplies the rows of
-// prompts by an adapter several times as fast as without.
+// lora_shrink and lora_expand in bfloat16, by products of tiles (tiles.hpp), as the base's linears: an adapter's part of a prompt
+// stays in proportion to its arithmetic.
 #include <vector>
 
 #include "lora_pairs.hpp"

@@ -7,6 +7,17 @@ from collections.abc import Callable
 URL, KEY, MODEL = os.environ["URL"], os.environ["KEY"], "tiny"
 HELLO = "Say <<Hello there.>>"
 CALL = 'Use it: <<<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>>>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+"""The tool of CALL, in the form of chat completions."""
 WEATHER = "sunny in Paris"
 SAID = f"It says {WEATHER}"
 JSON = 'Answer as JSON: <<{"who": "Ada", "age": 36}>>'

@@ -7,16 +7,6 @@ import steps
 from pydantic import BaseModel
 
 litellm.suppress_debug_info = True
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
 
 
 class Job(BaseModel):
@@ -46,11 +36,11 @@ def of(provider: str, url: str) -> dict:
         return litellm.stream_chunk_builder(chunks).choices[0].message
 
     def tools(how) -> None:
-        first = how(user(steps.CALL), tools=TOOLS)
+        first = how(user(steps.CALL), tools=steps.TOOLS)
         [call] = first.tool_calls
         steps.expect(json.loads(call.function.arguments), {"city": "Paris"})
         result = {"role": "tool", "tool_call_id": call.id, "content": steps.WEATHER}
-        second = said(user(steps.CALL), first.model_dump(), result, tools=TOOLS)
+        second = said(user(steps.CALL), first.model_dump(), result, tools=steps.TOOLS)
         steps.expect(second.content, steps.SAID)
 
     def second_turn() -> None:

@@ -6,17 +6,6 @@ import steps
 from mistralai.client import Mistral
 from pydantic import BaseModel
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
-
 
 class Person(BaseModel):
     who: str
@@ -38,11 +27,11 @@ def streamed(text: str) -> str:
 
 
 def tools() -> None:
-    first = said(user(steps.CALL), tools=TOOLS, tool_choice="any")
+    first = said(user(steps.CALL), tools=steps.TOOLS, tool_choice="any")
     [call] = first.tool_calls
     steps.expect(json.loads(call.function.arguments), {"city": "Paris"})
     result = {"role": "tool", "tool_call_id": call.id, "name": "weather", "content": steps.WEATHER}
-    steps.expect(said(user(steps.CALL), first, result, tools=TOOLS).content, steps.SAID)
+    steps.expect(said(user(steps.CALL), first, result, tools=steps.TOOLS).content, steps.SAID)
 
 
 def as_json() -> None:

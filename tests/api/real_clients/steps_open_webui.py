@@ -15,16 +15,6 @@ import steps
 
 ROUTER = importlib.metadata.distribution("open-webui").locate_file("open_webui/routers/openai.py")
 WANTED = ("RESPONSES_ALLOWED_FIELDS", "_normalize_stored_item", "convert_to_responses_payload")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
 
 
 def converter():
@@ -95,7 +85,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": steps.WEATHER}
 
 def of_chat() -> dict:
     def tools() -> None:
-        asked = payload(user(steps.CALL), tools=TOOLS)
+        asked = payload(user(steps.CALL), tools=steps.TOOLS)
         calls = [
             call
             for chunk in events(call("/chat/completions", asked))
@@ -103,7 +93,7 @@ def of_chat() -> dict:
             for call in choice["delta"].get("tool_calls") or []
         ]
         steps.expect("".join(one["function"].get("arguments") or "" for one in calls), '{"city": "Paris"}')
-        steps.expect(streamed(**payload(user(steps.CALL), CALLED, RESULT, tools=TOOLS)), steps.SAID)
+        steps.expect(streamed(**payload(user(steps.CALL), CALLED, RESULT, tools=steps.TOOLS)), steps.SAID)
 
     titles = {"max_tokens": 1000, "temperature": 0.1}  # of titles, tags, follow-ups
     return {
@@ -131,7 +121,7 @@ def of_responses() -> dict:
     system = {"role": "system", "content": "Help."}
     return {
         "stream": lambda: steps.expect(said(system, user(steps.HELLO), stop=["@"]), "Hello there."),
-        "streamed tools": lambda: steps.expect(said(user(steps.CALL), CALLED, RESULT, tools=TOOLS), steps.SAID),
+        "streamed tools": lambda: steps.expect(said(user(steps.CALL), CALLED, RESULT, tools=steps.TOOLS), steps.SAID),
         "second turn": lambda: steps.expect(
             said(user(steps.HELLO), {"role": "assistant", "content": "Hello there."}, user(steps.AGAIN)), "It goes on."
         ),

@@ -217,6 +217,7 @@ def test_unknown_setting_names_the_one_that_was_meant(tmp_path: Path, text: str,
         ("[sinks]\nname = 'a'\n", "sinks must be a list of tables, each below a line [[sinks]], not a table"),
         (SINK.replace('kind = "stripe"\n', ""), "sinks[0] needs `kind`, which has no default"),
         ("[server.x]\n", "[server] has no setting `x`"),
+        (HUB.replace("https://h", "ftp://me:secret@h"), 'not "ftp://...@h"'),
     ],
 )
 def test_wrong_value_names_the_setting_what_it_takes_and_what_was_found(tmp_path: Path, text: str, said: str) -> None:

@@ -17,6 +17,7 @@ UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_s": "seconds", "_ms": "mill
 _unknown = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<place>[^`]*)`)?")
 _missing = re.compile(r"missing required field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<place>[^`]*)`)?")
 _wrong = re.compile(r"(?:Expected |Invalid enum value ).*? - at `\$\.(?P<place>[^`]*)`", re.DOTALL)
+_credentials = re.compile(r"//[^/\s]*@")
 _step = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
@@ -122,12 +123,13 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as TOML writes it, cut to 100 characters."""
+    """Return a value as TOML writes it, without an address's user and password, cut to 100 characters."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):
         return "a list"
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else str(value)
+    text = _credentials.sub("//...@", text)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
